@@ -6,13 +6,14 @@ Imports nothing of ours: `alone.py` runs the same code in a separate process.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import inspect
 import itertools
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,11 @@ ATTENTION = ("sdpa", "flex_attention", "eager", "varlen")
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "loop": "eager", "sonicmoe": "sonicmoe"}
 FLOAT8 = ("rowwise", "tensorwise", "rowwise_with_gw_hp")  # of torchao
 # Packages whose kernels transformers' recurrent layers use if installed, with patterns of the kernels' names.
-PACKAGES = {"fla": r"gated_delta_rule", "mamba_ssm": r"_chunk_scan_", "causal_conv1d": r"causal_conv1d"}
+PACKAGES = {
+    "fla": r"gated_delta_rule",
+    "mamba_ssm": r"_chunk_scan_|selective_scan",
+    "causal_conv1d": r"causal_conv1d",
+}
 LONG_STEP, FEW_STEPS = 200.0, 3  # milliseconds: the median of so many long steps is within half a percent
 OPTIONS = {"liger", "compile", "regional", "kernels", *ATTENTION, *EXPERTS, *FLOAT8, *PACKAGES}
 
@@ -178,6 +183,20 @@ def _register_varlen() -> None:
 
     AttentionInterface.register("varlen", attend)
     AttentionMaskInterface.register("varlen", flash_attention_mask)
+
+
+def tune_briefly(once: bool = False) -> None:
+    """Make packages time each setting of their kernels for 12 ms, or only run it once, in this process:
+    hundreds of settings take a minute at Triton's 125 ms.
+    """
+    import triton.testing
+
+    def run_once(function: Callable[[], object], quantiles: Sequence[float] = (), **others: Any) -> Any:
+        function()
+        return [1.0] * len(quantiles) if quantiles else 1.0
+
+    brief = functools.partial(triton.testing.do_bench, warmup=2, rep=10)
+    triton.testing.do_bench = run_once if once else brief
 
 
 def check_packages(options: Set[str], step: Callable[[], object]) -> list[str]:

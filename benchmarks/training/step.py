@@ -41,6 +41,7 @@ from benchmarks.training.peer import (
     summary,
     time_steps,
     train_step,
+    tune_briefly,
 )
 from liger_models.architectures import find_architecture
 from liger_models.cards.published import count_layers, layers_of_every_kind, with_layers
@@ -172,6 +173,7 @@ def compile_ahead(job: Job, device: torch.device) -> Result:
             job = replace(job, memory="lean")
         if job.options & PACKAGES.keys():
             os.environ |= {"TRITON_CACHE_AUTOTUNING": "0", "FLA_CACHE_RESULTS": "0"}  # others run meanwhile
+            tune_briefly(once=True)
             job = replace(job, batch=2, seq=min(job.seq, 1024))  # Triton compiles the same code
         model = build(job, config, device)
         model(**make_job_batch(job, device)).loss.backward()
@@ -186,6 +188,8 @@ def compile_ahead(job: Job, device: torch.device) -> Result:
 def _measure(job: Job, device: torch.device, before: int, turn: Callable[[], None] | None) -> Result:
     torch.manual_seed(0)
     cuda = device.type == "cuda"
+    if job.options & PACKAGES.keys():
+        tune_briefly()
     model = build(job, job.config, device)
     if job.weights is None:
         optimizer = fused_adamw(model, device)

@@ -13,6 +13,7 @@ from liger_models.layers.specs import (
     GatedConvSpec,
     GatedDeltaSpec,
     ModelSpec,
+    SelectiveSpec,
     SSDSpec,
 )
 
@@ -21,6 +22,7 @@ PACKAGES = {
     GatedDeltaSpec: ("fla", "causal_conv1d"),
     ChannelDeltaSpec: ("fla", "causal_conv1d"),
     SSDSpec: ("mamba_ssm", "causal_conv1d"),
+    SelectiveSpec: ("mamba_ssm", "causal_conv1d"),
     GatedConvSpec: ("causal_conv1d",),
 }
 WIDEST = 4  # convolution of causal_conv1d's kernels

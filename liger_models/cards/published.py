@@ -120,7 +120,8 @@ def _by_layer(key: str, value: Any) -> bool:
 
 def layers_of_every_kind(config: Mapping[str, Any], numbers: bool = True) -> int:
     """Number of leading layers that include every kind of layer in the model. Layers that differ in numbers
-    alone, such as a decay, are of one kind unless `numbers`.
+    alone, such as a decay, are of one kind unless `numbers`; so are those with another activation, such as a
+    cap, which costs the same.
     """
     blocks = find_architecture(config["model_type"]).spec(HFConfig.load(dict(config))).blocks
     kinds = [block if numbers else repr(_without_numbers(block)) for block in blocks]
@@ -129,7 +130,8 @@ def layers_of_every_kind(config: Mapping[str, Any], numbers: bool = True) -> int
 
 def _without_numbers(part: Any) -> Any:
     if is_dataclass(part):
-        values = {field.name: _without_numbers(getattr(part, field.name)) for field in fields(part)}
+        names = [field.name for field in fields(part) if field.name != "activation"]
+        values = {name: _without_numbers(getattr(part, name)) for name in names}
         return type(part).__name__, values
     if isinstance(part, tuple | list):
         return [_without_numbers(one) for one in part]

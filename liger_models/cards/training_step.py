@@ -15,6 +15,7 @@ same GPU.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import multiprocessing
@@ -24,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -34,10 +36,12 @@ import liger_models
 from liger_models.architectures import Architecture, find_architecture
 from liger_models.cards.peers import has_experts_choice, has_sdpa, kinds_of_attention, settings_of_peers
 from liger_models.cards.published import (
+    FOLDER,
     Published,
     count_layers,
     layers_of_every_kind,
     published,
+    read_published,
     with_layers,
 )
 from liger_models.cards.results import OURS
@@ -168,7 +172,7 @@ def plan(
         raise NotRun("needs a GPU")
     if not (repository / "benchmarks" / "training").is_dir():
         raise NotRun("needs a checkout with the benchmarks")
-    known = (published(family, repository) or defaults(family))[:1]
+    known = (published(family, repository) or defaults(family, repository))[:1]
     if not known:
         raise NotRun("needs a published config of the family")
     config = dict(known[0].config)
@@ -204,16 +208,44 @@ def plan(
     ]
 
 
-def defaults(family: Architecture) -> list[Published]:
-    """A model with the default sizes of the config class, if transformers has it and they make one."""
+def defaults(family: Architecture, repository: Path) -> list[Published]:
+    """A model with the default sizes of the config class, if transformers has it. If these make no model, ids
+    of placeholders are added, and then the language model is replaced by a published one of its kind.
+    """
     try:
         values = config_class(family)().to_dict()
-        config = {key: value for key, value in values.items() if value is not None}
-        _reconcile(config)
-        parameters = liger_models.from_config(config, device="meta").num_parameters()
-    except (ImportError, AttributeError, KeyError, LigerModelsError):
+    except (ImportError, AttributeError):
         return []
-    return [Published(f"{family.model_type}-defaults", parameters, config)]
+    config = {key: value for key, value in values.items() if value is not None}
+    for name, tried in _tries(f"{family.model_type}-defaults", config, family.tiny, repository):
+        _reconcile(tried)
+        with contextlib.suppress(AttributeError, KeyError, LigerModelsError):
+            parameters = liger_models.from_config(tried, device="meta").num_parameters()
+            return [Published(name, parameters, tried)]
+    return []
+
+
+def _tries(
+    name: str, config: dict[str, Any], tiny: Mapping[str, Any], repository: Path
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield name, copy.deepcopy(config)
+    text = config.get("text_config", {})
+    missing = [key for key, id in tiny.items() if key.endswith("_id") and isinstance(id, int)]
+    missing = [key for key in missing if key not in config]
+    last = text.get("vocab_size", config.get("vocab_size", 0)) - 1
+    config = {**config, **{key: last - i for i, key in enumerate(missing)}}
+    yield name, copy.deepcopy(config)
+    for other in _language_models(text.get("model_type"), repository):
+        text = {"text_config": copy.deepcopy(dict(other.config))}
+        yield f"{name} with the language model of {other.name}", {**copy.deepcopy(config), **text}
+
+
+def _language_models(model_type: str | None, repository: Path) -> list[Published]:
+    """Known language models of a type, alone or as part of a multimodal model, smallest first."""
+    known = [read_published(path) for path in sorted((repository / FOLDER).glob("*.json"))]
+    texts = [replace(one, config=one.config.get("text_config", one.config)) for one in known]
+    found = [one for one in texts if one.config.get("model_type") == model_type]
+    return sorted(found, key=lambda model: (model.parameters, model.name))
 
 
 def _reconcile(config: dict[str, Any]) -> None:
