@@ -37,7 +37,8 @@ def make_batch(
         call = scenes.make(_with_images(batch, seq, scenes))
         return {name: tensor.to(device) for name, tensor in call.items()}
     # Gemma 3n has no embeddings by layer for its last ids, which stand for images and sounds.
-    vocab_size = min(config[key] for key in ("vocab_size", "vocab_size_per_layer_input") if config.get(key))
+    text = config.get("text_config", config)  # of families that hear
+    vocab_size = min(text[key] for key in ("vocab_size", "vocab_size_per_layer_input") if text.get(key))
     generator = torch.Generator().manual_seed(0)
     if data == "full":
         ids = torch.randint(vocab_size, (batch, seq), generator=generator).to(device)

@@ -69,6 +69,7 @@ def build_peer(
         with device:
             model = found._from_config(hf_config, dtype=torch.bfloat16)
         _keep_in_float32(model)
+        _round_weights(model, settings.get("quantization_config") or {})
         if "kernels" in options:  # from the hub, replacing the model's own layers
             model.train().set_use_kernels(True)
     except (ValueError, ImportError) as error:  # an implementation that the model does not support
@@ -98,6 +99,23 @@ def _keep_in_float32(model: Any) -> None:
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if kept.search(name) and tensor.is_floating_point():
             tensor.data = tensor.data.float()
+
+
+def _round_weights(model: Any, asked: Mapping[str, Any]) -> None:
+    """Give the model transformers' linear layers that round to three values in each step, if a checkpoint of
+    BitNet asks for them, as in a loaded model.
+    """
+    if asked.get("quant_method") != "bitnet" or asked.get("quantization_mode") != "online":
+        return
+    from transformers.integrations.bitnet import AutoBitLinear
+
+    linear = [(path, layer) for path, layer in model.named_modules() if type(layer) is torch.nn.Linear]
+    for path, layer in linear:
+        if layer is not model.get_output_embeddings():
+            sizes = layer.in_features, layer.out_features, layer.bias is not None
+            rounded = AutoBitLinear(*sizes, device="meta", online_quant=True)
+            rounded.weight, rounded.bias = layer.weight, layer.bias
+            model.set_submodule(path, rounded)
 
 
 def lacking(model_type: str, reference: str, options: Set[str]) -> str | None:
