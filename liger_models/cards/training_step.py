@@ -172,7 +172,8 @@ def plan(
         raise NotRun("needs a GPU")
     if not (repository / "benchmarks" / "training").is_dir():
         raise NotRun("needs a checkout with the benchmarks")
-    known = (published(family, repository) or defaults(family, repository))[:1]
+    known = published(family, repository) or _language_models(family.model_type, repository)
+    known = known or defaults(family, repository)
     if not known:
         raise NotRun("needs a published config of the family")
     config = dict(known[0].config)
@@ -237,14 +238,19 @@ def _tries(
     yield name, copy.deepcopy(config)
     for other in _language_models(text.get("model_type"), repository):
         text = {"text_config": copy.deepcopy(dict(other.config))}
-        yield f"{name} with the language model of {other.name}", {**copy.deepcopy(config), **text}
+        yield f"{name} with the {other.name}", {**copy.deepcopy(config), **text}
 
 
 def _language_models(model_type: str | None, repository: Path) -> list[Published]:
     """Known language models of a type, alone or as part of a multimodal model, smallest first."""
     known = [read_published(path) for path in sorted((repository / FOLDER).glob("*.json"))]
-    texts = [replace(one, config=one.config.get("text_config", one.config)) for one in known]
-    found = [one for one in texts if one.config.get("model_type") == model_type]
+    found = [
+        one for one in known if one.config.get("text_config", one.config).get("model_type") == model_type
+    ]
+    found = [
+        replace(one, name=f"language model of {one.name}", config=one.config.get("text_config", one.config))
+        for one in found
+    ]
     return sorted(found, key=lambda model: (model.parameters, model.name))
 
 

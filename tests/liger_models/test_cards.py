@@ -229,6 +229,7 @@ def test_the_note_of_an_unmeasured_family_names_what_is_missing(repository, tiny
     assert reasons(["cpu"]) == ["needs a checkout with the benchmarks"]
     (repository / "benchmarks" / "training").mkdir(parents=True)
     monkeypatch.setattr(training_step, "published", lambda family, repository: [])
+    monkeypatch.setattr(training_step, "_language_models", lambda model_type, repository: [])
     monkeypatch.setattr(training_step, "defaults", lambda family, repository: [])
     assert reasons(["cpu"]) == ["needs a published config of the family"]
 
