@@ -73,7 +73,8 @@ class Scenes(Outputs):
         documents = [[self.shown(piece) for piece in document] for document in documents]
         made = [self.tokens(document) for document in documents]
         longest = max(map(len, made))
-        ids = torch.full((len(made), longest), PADDING)
+        text = next(i for i in range(PADDING, -1, -1) if not self.kinds(torch.tensor([i])).any())
+        ids = torch.full((len(made), longest), text)
         mask = torch.zeros_like(ids)
         for row, (tokens, own) in enumerate(zip(made, mask, strict=True)):
             place = slice(None, len(tokens)) if padding == "right" else slice(longest - len(tokens), None)

@@ -264,3 +264,47 @@ def test_a_peer_keeps_in_float32_what_loading_would(benchmarks):
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
     ids = torch.arange(12)[None]
     model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_a_peer_of_bitnet_rounds_its_weights_as_the_checkpoint_asks(benchmarks):
+    """All but the head's, which the loaded model does not round either."""
+    pytest.importorskip("transformers")
+    import torch
+
+    from benchmarks.training import peer
+
+    found = find_architecture("bitnet")
+    asked = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    kinds = {}
+    for name, config in (("plain", found.tiny), ("asked", {**found.tiny, "quantization_config": asked})):
+        model = peer.build_peer(config, found.reference, {"eager"}, "none", torch.device("cpu"))
+        kinds[name] = {
+            type(layer).__name__ for layer in model.model.modules() if hasattr(layer, "in_features")
+        }
+        assert type(model.lm_head) is torch.nn.Linear
+        assert model.model.layers[0].mlp.down_proj.weight.requires_grad
+    assert kinds == {"plain": {"Linear"}, "asked": {"AutoBitLinear"}}
+
+
+def test_kernels_of_packages_are_compiled_without_timing_them(benchmarks, monkeypatch):
+    pytest.importorskip("triton")
+    import triton.testing
+
+    from benchmarks.training import peer
+
+    monkeypatch.setattr(triton.testing, "do_bench", lambda function, warmup=25, rep=100: (warmup, rep))
+    peer.tune_briefly()
+    assert triton.testing.do_bench(print) == (2, 10)
+    peer.tune_briefly(once=True)
+    runs = []
+    assert triton.testing.do_bench(lambda: runs.append(1), quantiles=(0.5, 0.2, 0.8)) == [1.0] * 3
+    assert runs == [1]
+
+
+def test_a_family_that_hears_gets_ids_of_its_language_model(benchmarks):
+    from benchmarks.training.batches import make_batch
+
+    config = find_architecture("qwen3_asr").tiny
+    assert "vocab_size" not in config
+    ids = make_batch("full", 2, 100, config, "cpu")["input_ids"]
+    assert config["text_config"]["vocab_size"] * 0.9 < ids.max() < config["text_config"]["vocab_size"]

@@ -68,3 +68,14 @@ def test_tokens_of_images_count_and_padding_does_not(benchmarks):
     assert batches.count_tokens(batches.IMAGES, 4, 16, config) == real < call["input_ids"].numel()
     patches = int(call["image_grid_thw"].prod(1).sum())
     assert real == 4 * 16 + patches // 4  # four patches make a token
+
+
+def test_padding_is_no_image_placeholder(benchmarks):
+    """A reference that looks for placeholders in all ids would count it: Aria's default is 9."""
+    from benchmarks.training import batches
+    from benchmarks.training.shapes import config_of
+
+    scenes = batches._scenes(config_of(MODEL) | {"image_token_id": 9, "video_token_id": 8})
+    call = scenes.make([[3], [9]])
+    assert not scenes.kinds(call["input_ids"]).any()
+    assert call["attention_mask"].sum(1).tolist() == [3, 9]

@@ -14,7 +14,13 @@ from liger_models.cards import checks, pages, peers, results, training_step
 from liger_models.cards.card import with_training_step
 from liger_models.cards.checks import CHECKS
 from liger_models.cards.pictures import picture_of_family
-from liger_models.cards.published import Published, features, published, with_layers
+from liger_models.cards.published import (
+    Published,
+    features,
+    layers_of_every_kind,
+    published,
+    with_layers,
+)
 from liger_models.cards.results import Card, Line
 from liger_models.cards.workshop import NotRun, Workshop
 from liger_models.cli import main
@@ -289,6 +295,7 @@ def test_recurrent_peers_use_the_packages_that_are_installed(monkeypatch):
     monkeypatch.setattr(peers, "has_sdpa", lambda family: True)  # transformers' imports look, too
     assert settings_of(find_architecture("qwen3_5_text"), 64)[1:] == ["transformers+sdpa+fla"]
     assert settings_of(find_architecture("bamba"), 64)[1:] == ["transformers+sdpa+mamba_ssm"]
+    assert settings_of(find_architecture("mamba"), 64)[1:] == ["transformers+sdpa+mamba_ssm"]
     assert settings_of(LLAMA, 64)[1:] == ["transformers+sdpa"]
     installed["causal_conv1d"] = True
     lfm2 = find_architecture("lfm2")
@@ -354,6 +361,26 @@ def test_experts_are_halved_while_one_layer_of_each_kind_does_not_fit():
     config = {**find_architecture("deepseek_v3").tiny, "n_routed_experts": 256, "num_experts_per_tok": 8}
     assert training_step.cut(config, 1 << 40) == config
     assert training_step.cut(config, 1)["n_routed_experts"] == 16  # twice as many as a token chooses
+
+
+def test_layers_that_differ_in_a_cap_alone_are_of_one_kind():
+    """Otherwise the caps of Step 3.7's last layers would ask for all 45."""
+    (step,) = published(find_architecture("step3p7"), ROOT)
+    assert layers_of_every_kind(step.config) > 40
+    assert layers_of_every_kind(step.config, numbers=False) == 5
+
+
+def test_a_family_without_a_known_model_takes_a_language_model_of_its_kind():
+    compass = training_step._language_models("cohere_compass_text", ROOT)
+    assert [model.name for model in compass] == ["language model of North-Micro-Vision-Instruct"]
+    assert compass[0].config["model_type"] == "cohere_compass_text"
+    config = {"text_config": {"model_type": "cohere_compass_text", "vocab_size": 90}, "image_token_id": 3}
+    tiny = {"image_token_id": 1, "video_token_id": 2, "newline_id": 3, "insert_layer_id": None}
+    (_, plain), (_, named), (name, other) = training_step._tries("x", config, tiny, ROOT)
+    assert plain == config
+    assert named == {**config, "video_token_id": 89, "newline_id": 88}
+    assert name == "x with the language model of North-Micro-Vision-Instruct"
+    assert other == {**named, "text_config": compass[0].config}
 
 
 def test_per_layer_lists_are_truncated_with_the_layers():
