@@ -101,11 +101,11 @@ def round_inputs(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=dtype or x.dtype, device=x.device)
     for band in _bands(rows):
-        wide = rows[band].to(torch.float32, copy=True)
-        low, high = torch.aminmax(wide, dim=-1, keepdim=True)
-        scale = 127 / torch.maximum(high, -low).clamp_(min=SMALLEST)
-        wide.mul_(scale).round_().clamp_(-128, 127).div_(scale)
-        out[band] = wide.to(x.dtype)
+        narrow = _at_most_float32(rows[band])
+        low, high = torch.aminmax(narrow, dim=-1, keepdim=True)
+        scale = 127 / torch.maximum(high, -low).float().clamp_(min=SMALLEST)
+        # None exceeds 127, which the scale makes of the largest.
+        _divide(torch.mul(narrow, scale).round_(), scale, out[band], x.dtype)
     return out.view(x.shape)
 
 
@@ -116,11 +116,24 @@ def round_weights(weight: Tensor, heights: Sequence[int], dtype: torch.dtype | N
     scales = [1.0 / part.to(torch.float32, copy=True).abs_().mean().clamp_(min=SMALLEST) for part in parts]
     out = torch.empty(weight.shape, dtype=dtype or weight.dtype, device=weight.device)
     for part, scale, room in zip(parts, scales, out.split(list(heights)), strict=True):
+        scale = scale.view(1, 1)  # a number would not make the product float32
         for band in _bands(part):
-            wide = part[band].to(torch.float32, copy=True)
-            wide.mul_(scale).round_().clamp_(-1, 1).div_(scale)
-            room[band] = wide.to(weight.dtype)
+            wide = torch.mul(_at_most_float32(part[band]), scale).round_().clamp_(-1, 1)
+            _divide(wide, scale, room[band], weight.dtype)
     return out
+
+
+def _at_most_float32(band: Tensor) -> Tensor:
+    """The band in a dtype whose product with float32 is float32."""
+    return band.float() if band.dtype == torch.float64 else band
+
+
+def _divide(wide: Tensor, scale: Tensor, out: Tensor, dtype: torch.dtype) -> None:
+    """Write wide / scale, rounded to `dtype`, to `out`, in one pass over memory where that is possible."""
+    if dtype in (out.dtype, torch.float32, torch.float64):
+        torch.div(wide, scale, out=out)
+    else:
+        out.copy_(wide.div_(scale).to(dtype))
 
 
 def rounded_bytes(layer: Any, itemsize: int) -> int:
