@@ -48,6 +48,7 @@ from liger_models.cards.results import OURS
 from liger_models.cards.workshop import NotRun
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import LigerModelsError
+from liger_models.layers.parts.embedding import TokenEmbedding
 from liger_models.models.verification import config_class
 
 TOKENS, TOKENS_OF_A_STEP = 4096, 2 * 4096  # per row, if the model allows
@@ -316,8 +317,11 @@ def more_rows(config: Mapping[str, Any], tokens: int) -> int:
 
 
 def operations(config: Mapping[str, Any], tokens: int) -> float:
-    """Those of the weights' products in a step with so many tokens."""
-    return 6.0 * liger_models.from_config(config, device="meta").num_parameters() * tokens
+    """Those of the weights' products in a step with so many tokens; tables that are looked up have none."""
+    model = liger_models.from_config(config, device="meta")
+    tables = sum(part.weight.numel() for part in model.modules() if isinstance(part, TokenEmbedding))
+    head = model.embed_tokens.weight.numel() if model.spec.tie_word_embeddings else 0
+    return 6.0 * (model.num_parameters() - tables + head) * tokens
 
 
 def layers_that_fit(config: Mapping[str, Any], memory: int) -> tuple[int, bool]:

@@ -357,6 +357,16 @@ def test_as_many_layers_are_kept_as_fit_and_at_least_one_of_each_kind():
     assert training_step.layers_that_fit(deepseek, 1)[0] == deepseek["first_k_dense_replace"] + 1
 
 
+def test_tables_of_embeddings_take_no_operations_unless_they_are_the_head():
+    """Gemma 3n's tables by layer are half of its parameters, and its step is short enough for CUDA graphs."""
+    for tied in (True, False):
+        config = {**LLAMA.tiny, "tie_word_embeddings": tied}
+        model = liger_models.from_config(config, device="meta")
+        products = sum(p.numel() for p in model.layers.parameters()) + model.norm.weight.numel()
+        products += model.embed_tokens.weight.numel()  # the size of the head, too
+        assert training_step.operations(config, 10) == 6 * 10 * products
+
+
 def test_experts_are_halved_while_one_layer_of_each_kind_does_not_fit():
     config = {**find_architecture("deepseek_v3").tiny, "n_routed_experts": 256, "num_experts_per_tok": 8}
     assert training_step.cut(config, 1 << 40) == config
