@@ -121,6 +121,7 @@ def grid_vision(
     depth: int = 32,
     patch_size: int = 14,
     patch_bias: bool = False,
+    merged: int | None = None,
     **settings: Any,
 ) -> VisionSpec:
     """An encoder of images of any size, as in the Qwen families: see `VisionSpec`.
@@ -130,6 +131,7 @@ def grid_vision(
         hidden_size, block, norm: the encoder's width, its layers, and the norm before the projector.
         depth, patch_size: defaults.
         patch_bias: whether the patch embedding has a bias.
+        merged: width of merged patches, if a linear layer follows.
         settings: other fields of the spec.
     """
     for key in ("vision_start_token_id", "vision_end_token_id", "vision_token_id"):
@@ -138,7 +140,7 @@ def grid_vision(
         hidden_size,
         patches(v, patch_size, patch_bias),
         (block,) * v.take_count("depth", depth),
-        PatchMergerSpec(v.take_count("spatial_merge_size", 2), norm),
+        PatchMergerSpec(v.take_count("spatial_merge_size", 2), norm, size=merged),
         c.take_count("image_token_id", 151655, least=0),
         c.take_count("video_token_id", 151656, least=0),
         kinds="mm_token_type_ids",
@@ -146,12 +148,14 @@ def grid_vision(
     )
 
 
-def windowed_vision(c: HFConfig, v: HFConfig, text_size: int, kv_heads: int | None = None) -> VisionSpec:
+def windowed_vision(
+    c: HFConfig, v: HFConfig, text_size: int | None, kv_heads: int | None = None
+) -> VisionSpec:
     """The encoder of Qwen2.5-VL: gated MLPs, and windows in most layers.
 
     Args:
         c, v: the config, and the encoder's.
-        text_size: width of the language model.
+        text_size: width of the language model; None: a linear layer follows, from a width of its own.
         kv_heads: number of key/value heads; default: as many as there are heads.
 
     Raises:
@@ -163,13 +167,16 @@ def windowed_vision(c: HFConfig, v: HFConfig, text_size: int, kv_heads: int | No
     attention = replace(axial_attention(v, width, heads), num_key_value_heads=kv_heads or heads)
     check_groups(v, heads, attention.num_key_value_heads)
     whole = v.take_layers("fullatt_block_indexes", [7, 15, 23, 31])
-    v.take_only(out_hidden_size=text_size)
+    merged = v.take_count("out_hidden_size", 3584) if text_size is None else None
+    if text_size is not None:
+        v.take_only(out_hidden_size=text_size)
     vision = grid_vision(
         c,
         v,
         width,
         BlockSpec(attention, mlp, norm),
         norm,
+        merged=merged,
         windowed=tuple(i for i in range(v.take_count("depth", 32)) if i not in whole),
     )
     side = v.take_count("window_size", 112) // vision.projector.merge // vision.patches.size

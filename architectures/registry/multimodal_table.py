@@ -160,6 +160,15 @@ MULTIMODAL: dict[str, Multimodal] = {
     "minicpm_ocr": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, tied=True, axes=True),
     "minimax_m3_vl": Multimodal({"minimax_m3_vl_text": "minimax_m3_vl_text"}, tied_by_text=True),
     "lfm3_vl": Multimodal({"lfm3": "lfm3"}, tied=True),
+    "qianfan_ocr": Multimodal({"qwen3": "qwen3"}),
+    "hyperclovax_vision_v2": Multimodal(
+        {"hyperclovax": "hyperclovax"},
+        (
+            *(("model.language_model.model.", "model."), ("model.language_model.lm_head.", "lm_head.")),
+            ("model.language_model.", "model."),
+        ),
+        tied=True,
+    ),
     "got_ocr2": Multimodal({"qwen2": "qwen2"}, tied=True),
     "qwen2_audio": Multimodal({"qwen2": "qwen2"}, settings={"tie_word_embeddings": False}),
     "audioflamingo3": Multimodal({"qwen2": "qwen2"}, settings={"tie_word_embeddings": False}),

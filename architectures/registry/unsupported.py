@@ -72,9 +72,9 @@ MISSING |= {
     **dict.fromkeys(
         (
             *("blip", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2", "deepseek_vl_hybrid"),
-            *("diffusion_gemma", "evolla", "fuyu", "git", "glmga", "hyperclovax_vision_v2"),
+            *("diffusion_gemma", "evolla", "fuyu", "git", "glmga"),
             *("hy_v4_vl", "inkling2", "inkling2_loop", "inkling_mm_model", "kosmos-2", "kosmos-2.5", "pi0"),
-            *("pp_chart2table", "qianfan_ocr", "unlimited_ocr"),
+            *("pp_chart2table", "unlimited_ocr"),
         ),
         _SEES,
     ),

@@ -13,12 +13,13 @@ from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 class PatchMergerSpec:
     """Projector: `norm`, concatenation of `merge` times `merge` adjacent patches, and two linear layers with
     an exact GELU between them (Qwen2-VL). `norm_merged` normalises the concatenated patches instead of each
-    patch.
+    patch. With a `size` the second layer has this width, and one more linear layer follows (HyperCLOVA X).
     """
 
     merge: int
     norm: NormSpec | LayerNormSpec
     norm_merged: bool = False
+    size: int | None = None
 
 
 @dataclass(frozen=True)

@@ -59,12 +59,12 @@ from liger_models.layers.vision.pictures import Pictures, PicturesInWindows, Que
 
 class PatchMerger(nn.Module):
     """`linear_2(gelu(linear_1(merged)))`, with merged the concatenated norms of `merge`^2 patches (Qwen2-VL,
-    arXiv:2409.12191, section 2).
+    arXiv:2409.12191, section 2); with a width of its own `linear` of these.
 
     Args:
         width: of a patch, D.
         hidden_size: of the language model, H.
-        spec: the merge factor and the norm.
+        spec: the merge factor, the norm and the width.
     """
 
     def __init__(self, width: int, hidden_size: int, spec: PatchMergerSpec):
@@ -72,13 +72,15 @@ class PatchMerger(nn.Module):
         self.merged, self.norm_merged = width * spec.merge**2, spec.norm_merged
         self.norm = make_norm(self.merged if spec.norm_merged else width, spec.norm)
         self.linear_1 = Linear(self.merged, self.merged)
-        self.linear_2 = Linear(self.merged, hidden_size)
+        self.linear_2 = Linear(self.merged, spec.size or hidden_size)
+        self.linear = None if spec.size is None else Linear(spec.size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [P, D], in blocks of patches to merge -> [P / merge^2, H]."""
         x = x.view(-1, self.merged) if self.norm_merged else x
         x = self.norm(x).view(-1, self.merged)
-        return self.linear_2(F.gelu(self.linear_1(x)))
+        x = self.linear_2(F.gelu(self.linear_1(x)))
+        return x if self.linear is None else self.linear(x)
 
 
 class MistralMerger(nn.Module):
