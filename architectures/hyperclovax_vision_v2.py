@@ -3,6 +3,7 @@ videos of any size, and one more linear layer after it.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from liger_models.architectures.common.images import language_model
 from liger_models.architectures.encoders.qwen import NAMES, TINY, windowed_vision
@@ -14,15 +15,18 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import ModelSpec
 
 
-def layout(norms: tuple[tuple[str, str], ...], released: bool) -> Layout:
-    """Names of the hub, or of transformers' modules, of a model with norms of these names."""
-    text, name = ("model.language_model.model.", "vision_") if released else ("model.language_model.", "")
+ROOT = "model.language_model."
+HEAD = (("lm_head.", f"{ROOT}lm_head."),)
+
+
+def layout(root: str, head: tuple[tuple[str, str], ...], projector: str, norms: Any) -> Layout:
+    """Names with these of the language model, its head, the last linear layer and the norms."""
     return Layout(
-        (*norms, *((("lm_head.", "model.language_model.lm_head."),) if released else ())),
+        (*norms, *head),
         ("vision.encoder.layers.*.qkv_proj.*",),
-        root=text,
+        root=root,
         parts=(
-            ("vision.projector.linear.", Layout(root=f"model.{name}projector.")),
+            ("vision.projector.linear.", Layout(root=f"model.{projector}.")),
             ("vision.", Layout(NAMES, root="model.vision_model.")),
         ),
     )
@@ -32,12 +36,21 @@ def layout(norms: tuple[tuple[str, str], ...], released: bool) -> Layout:
     "hyperclovax_vision_v2",
     reference="HyperCLOVAXVisionV2ForConditionalGeneration",
     vision=True,
-    layouts=tuple(layout(norms, released) for released in (True, False) for norms in (AROUND, ())),
+    layouts=tuple(
+        layout(*names, norms)
+        for names in (
+            (f"{ROOT}model.", HEAD, "vision_projector"),  # as released
+            (ROOT, HEAD, "vision_projector"),  # as transformers saves it
+            (ROOT, (), "projector"),
+        )
+        for norms in (AROUND, ())
+    ),
     defaults={"image_token_id": 128060, "video_token_id": 128061},
 )
 def hyperclovax_vision_v2(c: HFConfig) -> ModelSpec:
-    vision = windowed_vision(c, c.part("vision_config"), None)
-    return replace(language_model(c), vision=replace(vision, kinds=None))  # positions are counted as in text
+    v = c.part("vision_config")
+    v.take("tokens_per_second", None)  # positions are counted as in text
+    return replace(language_model(c), vision=replace(windowed_vision(c, v, None), kinds=None))
 
 
 # -- tests

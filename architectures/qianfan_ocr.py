@@ -25,6 +25,8 @@ RELEASED = Layout(
         ),
     ),
 )
+SAVED = replace(RELEASED, rename=(*RELEASED.rename, (".model.layers.", ".model.encoder.layers.")))
+"""transformers 5.17 to 5.24 saves the text's layers under this name, too, and reads both."""
 IN_MODULES = Layout(
     permuted=encoder.PERMUTED,
     root="model.language_model.",
@@ -42,7 +44,7 @@ IN_MODULES = Layout(
     "qianfan_ocr",
     reference="QianfanOCRForConditionalGeneration",
     vision=True,
-    layouts=(RELEASED, IN_MODULES),
+    layouts=(RELEASED, SAVED, IN_MODULES),
     carried=lambda c: (
         *encoder.unread(c, "encoder.layers.", "vision_model."),
         *encoder.unread(c, "layers."),

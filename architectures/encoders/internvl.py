@@ -48,7 +48,7 @@ RELEASED = (
     ("layers.", "encoder.layers."),
     *((".input_layernorm.", ".norm1."), (".post_attention_layernorm.", ".norm2.")),
     *((".self_attn.qkv_proj.", ".attn.qkv."), (".self_attn.o_proj.", ".attn.proj.")),
-    (".self_attn.", ".attn."),
+    (".self_attn.", ".attention."),
     *LINEAR_NAMES,
     *((".attention_scale.weight", ".ls1"), (".mlp_scale.weight", ".ls2")),
 )

@@ -160,7 +160,13 @@ MULTIMODAL: dict[str, Multimodal] = {
     "minicpm_ocr": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, tied=True, axes=True),
     "minimax_m3_vl": Multimodal({"minimax_m3_vl_text": "minimax_m3_vl_text"}, tied_by_text=True),
     "lfm3_vl": Multimodal({"lfm3": "lfm3"}, tied=True),
-    "qianfan_ocr": Multimodal({"qwen3": "qwen3"}),
+    "qianfan_ocr": Multimodal(
+        {"qwen3": "qwen3"},
+        (
+            ("language_model.model.encoder.layers.", "model.layers."),  # as transformers saves it
+            *(("model.language_model.", "model."), ("language_model.", "")),
+        ),
+    ),
     "hyperclovax_vision_v2": Multimodal(
         {"hyperclovax": "hyperclovax"},
         (
