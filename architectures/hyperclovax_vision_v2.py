@@ -14,7 +14,6 @@ from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import ModelSpec
 
-
 ROOT = "model.language_model."
 HEAD = (("lm_head.", f"{ROOT}lm_head."),)
 

@@ -193,6 +193,15 @@ MULTIMODAL: dict[str, Multimodal] = {
         kind: Multimodal({"cohere2": "cohere2"}, tied=True, settings={"logit_scale": 1.0})
         for kind in ("aya_vision", "cohere2_vision")
     },
+    "deepseek_ocr2": Multimodal(
+        {"deepseek_ocr2_text": "deepseek_ocr2_text"},
+        defaults={
+            **{"vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008},
+            **{"num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048},
+            **{"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407},
+            **{"head_dim": None},
+        },
+    ),
     "deepseek_vl": Multimodal({"llama": "llama"}, _OWN_ROOT, tied=True),
     "lighton_ocr": Multimodal({"qwen3": "qwen3"}, _OWN_ROOT, tied=True),
     "exaone4_5": Multimodal({"exaone4": "exaone4", "exaone4_5_text": "exaone4"}, _OWN_ROOT),

@@ -71,7 +71,7 @@ MISSING |= {
     "repository, of the type phi4_multimodal, has them in folders of their own, and loads",
     **dict.fromkeys(
         (
-            *("blip", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2", "deepseek_vl_hybrid"),
+            *("blip", "cosmos3_edge", "cosmos3_omni", "deepseek_vl_hybrid"),
             *("diffusion_gemma", "evolla", "fuyu", "git", "glmga"),
             *("hy_v4_vl", "inkling2", "inkling2_loop", "inkling_mm_model", "kosmos-2", "kosmos-2.5", "pi0"),
             *("pp_chart2table", "unlimited_ocr"),

@@ -125,6 +125,9 @@ class StepMemory:
     def _backward(self, kept: list[int], levels: Sequence[ActivationMemory]) -> list[Moment]:
         found, first, edges, vision = [], len(self.encoder), self._edges, self.model.spec.vision
         deep, merger = getattr(vision, "deep", ()), getattr(vision, "merger", None)
+        merges_after = None if merger is None else merger.after
+        if getattr(vision, "query_encoder", None) is not None:
+            merges_after = len(vision.blocks) - 1
         new = 0 if self.step.accumulates else 1
         of_encoder, of_way, of_layers = self._own_gradients
         gradients = self.gradients - new * (sum(of_encoder) + of_way + sum(of_layers))
@@ -141,7 +144,7 @@ class StepMemory:
                 found.append(("backward of the projector", self._parts(left, edges.backward, gradients)))
                 left += len(deep) * edges.state - edges.projector
                 gradients += new * of_way
-            if merger is not None and i == merger.after and number < 0:
+            if i == merges_after and number < 0:
                 found.append(("backward of the encoder's merger", self._parts(left, edges.merger, gradients)))
             own = new * (of_layers[number] if number >= 0 else of_encoder[i])
             of_adapters = own if self.step.lora_rank else 0  # small, and counted from the layer's end on

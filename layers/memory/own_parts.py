@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.layers.attention.cross_attention import CrossAttention
 from liger_models.layers.blocks import Block
+from liger_models.layers.grids.grid_attention import GridAttention
 from liger_models.layers.memory.places import PLACES, places_of
 from liger_models.layers.memory.planned import Planned
 from liger_models.layers.memory.step import Step
@@ -98,7 +99,12 @@ def gradient_bytes(parameters: Iterable[Tensor], step: Step) -> int:
 
 
 def kept_of_images(layer: Block, step: Step, itemsize: int) -> int:
-    """Bytes that a layer reading image features keeps for them and for the mask of visible features."""
+    """Bytes that a layer reading image features keeps for them and for the mask of visible features; or what
+    a layer of an encoder over grids of patches keeps more, or less, than for images of the usual size.
+    """
+    for grid in layer.mixers:
+        if isinstance(grid, GridAttention) and step.axes:
+            return grid.more_bytes(step.tokens, step.places, step.axes, itemsize)
     mixer = next((mixer for mixer in layer.mixers if isinstance(mixer, CrossAttention)), None)
     if mixer is None or not step.shown.read:
         return 0

@@ -15,6 +15,8 @@ from liger_models.layers.parts.window_merger import WindowMerger
 from liger_models.layers.specs import (
     AnyresPictures,
     CroppedPictures,
+    EndedProjectorSpec,
+    GridAttentionSpec,
     MaskedPictures,
     PaddedPictures,
     PartlyHiddenTiles,
@@ -25,9 +27,10 @@ from liger_models.layers.specs import (
     WindowedPictures,
 )
 from liger_models.layers.vision.anyres import best_resolution, of_tiles, of_whole
-from liger_models.layers.vision.crops import POOLED, crop_of, crops_and_tokens, crops_of
+from liger_models.layers.vision.compressed_encoder import Compression
+from liger_models.layers.vision.crops import POOLED, crop_of, crops_and_tokens, crops_in_grid, crops_of
 from liger_models.layers.vision.grid_inputs import BLOCK, tiles_and_tokens
-from liger_models.layers.vision.pictures import Pictures
+from liger_models.layers.vision.pictures import Pictures, QueriedPictures
 from liger_models.layers.vision.projectors import OF_GRIDS, PROJECTORS
 
 
@@ -43,6 +46,10 @@ class Shown:
         features: image tokens of the language model.
         read: features that layers of the language model read by cross-attention.
         pixels: bytes of the processor's outputs on the GPU.
+        places: of windows over grids, some of which reach beyond these; 0: there are none.
+        axes: the rows and columns of its picture for each patch, summed over all patches.
+        merged: tokens of the layers after a merger or of an encoder's second part.
+        longest_merged: the maximum number of these that attend to one another.
     """
 
     tokens: int = 0
@@ -52,6 +59,10 @@ class Shown:
     features: int = 0
     read: int = 0
     pixels: int = 0
+    places: int = 0
+    axes: int = 0
+    merged: int = 0
+    longest_merged: int = 0
 
     def no_more_than(self, other: Shown) -> bool:
         """Return True if no number is larger than the other's."""
@@ -75,7 +86,20 @@ def shown_by(spec: VisionSpec | TiledVisionSpec | None, pictures: Any) -> Shown:
     frames, longest = pictures.lengths, max(pictures.lengths) + extra
     window = 0 if spec.window is None else min((spec.window * merge) ** 2, longest)
     tokens = sum(frames) + extra * len(frames)
-    return Shown(tokens, longest, window, sum(frames), sum(pictures.features(merge)))
+    shown = Shown(tokens, longest, window, sum(frames), sum(pictures.features(merge)))
+    if spec.merger is not None:
+        block = spec.merger.merge**2
+        shown = replace(shown, merged=tokens // block, longest_merged=longest // block)
+    if spec.query_encoder is not None:
+        merged = [sum(spec.query_encoder.tokens_of(count)) for count in frames]
+        shown = replace(shown, merged=sum(merged), longest_merged=max(merged))
+    windows = {block.mixer.window for block in spec.blocks if isinstance(block.mixer, GridAttentionSpec)}
+    if windows:
+        shown = replace(shown, axes=sum(t * h * w * (h + w) for t, h, w in pictures.grids))
+    for side in windows - {None}:
+        places = (-(-h // side) * -(-w // side) * t for t, h, w in pictures.grids)
+        shown = replace(shown, places=side**2 * sum(places))
+    return shown
 
 
 def shown_of_size(
@@ -105,10 +129,16 @@ def shown_of_size(
                 Shown(shown.tokens, shown.longest, 0, shown.patches, count * len(taps.features)),
                 shown.patches * spec.patches.width,
             )
-        case CroppedPictures(side):
-            crop = crop_of(side) // size
-            crops = [(1, crop, crop)] * crops_of(height, width, side)
+        case CroppedPictures(side, most):
+            crop = crop_of(side) if most is None else side * 3 // 4
+            made = crops_of(height, width, side) if most is None else crops_in_grid(height, width, crop, most)
+            crops = [(1, crop // size, crop // size)] * made
             grids = [*crops, (1, side // size, side // size)] * count
+            if spec.query_encoder is not None:
+                own = sum(spec.query_encoder.tokens_of(h * w)[1] for _, h, w in grids[: 1 + made])
+                pictures = QueriedPictures(torch.empty(0, device="meta"), grids, [1 + own] * count)
+                shown = shown_by(spec, pictures)
+                return _with_pixels(shown, shown.patches * spec.patches.width)
         case PartlyHiddenTiles(side):
             rows_of_tiles, columns_of_tiles = (max(1, math.ceil(x / side)) for x in (height, width))
             grid = side // size
@@ -218,7 +248,14 @@ def edges_of(
         with torch.device("meta"):
             within = WindowMerger(width, spec.merger, spec.projector.merge).to(dtype)
         merger = measured(within, tokens, width, dtype, encoder)
-        kept, tokens = kept + merger.saved, tokens // spec.merger.merge**2
+        kept, tokens = kept + merger.saved, shown.merged
+    if spec.query_encoder is not None:
+        side = spec.query_encoder.merge
+        with torch.device("meta"):
+            compression = Compression(width, spec.query_encoder).to(dtype)
+        merger = measured(compression, tokens, width, dtype, encoder, [(side, tokens // side)])
+        kept, tokens = kept + merger.saved, shown.merged
+        kept += tokens * (spec.feature_size * size + 8)  # the norm after all
     if spec.pyramid is not None and isinstance(spec.pictures, SquarePictures):
         side = spec.pictures.size // spec.patches.size
         own, again = numbers_kept(spec, spec.pictures.size)
@@ -228,12 +265,15 @@ def edges_of(
     kept += (len(norms) * shown.tokens + (spec.norm_after is not None) * tokens) * (width * size + 8)
     if spec.norm_pixels is not None:
         kept += shown.patches * (spec.patches.width * size + 8)
+    width = spec.feature_size
     taken = max(len(spec.taken), 1) * width
     ways = [(taken, spec.projector), *((width, spec.deep_projector) for _ in spec.deep)]
     patches = shown.patches // spec.merge**2 * spec.projector.merge**2
     patches = shown.tokens if spec.class_feature else patches
     if isinstance(spec.pictures, PooledGrids):
         patches = shown.features
+    if spec.query_encoder is not None:
+        patches = shown.merged - shown.tokens // spec.query_encoder.merge**2
     found = []
     for wide, projector_spec in ways:
         with torch.device("meta"):
@@ -242,6 +282,8 @@ def edges_of(
         others: list[Any] = [[grid]] if isinstance(projector_spec, OF_GRIDS) else []
         if isinstance(spec.pictures, MaskedPictures):
             others = [[patches], [shown.features]]
+        if isinstance(projector_spec, EndedProjectorSpec):
+            others = [[], [patches + 1]]
         if isinstance(spec.pictures, PartlyHiddenTiles):
             others = [torch.zeros(shown.features, BLOCK**2, dtype=torch.long, device="cpu")]
         if isinstance(spec.pictures, WindowedPictures):

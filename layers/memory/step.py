@@ -51,6 +51,7 @@ class Step:
         weights_on_host: frozen weights of the layers, the embedding and the head are streamed from the host.
         optimizer_work: bytes that the optimizer's step takes in addition to the state and the gradients.
         shown, heard: the images and the sounds of these rows.
+        places, axes: of the images, for layers over grids of patches: see `Shown`; 0: there are none.
         float8_copies: bytes of weights in float8 that are kept from one micro-batch to the next.
     """
 
@@ -72,6 +73,8 @@ class Step:
     weights_on_host: bool = False
     shown: Shown = NOTHING
     heard: Shown = NOTHING
+    places: int = 0
+    axes: int = 0
     float8_copies: int = 0
 
     @property

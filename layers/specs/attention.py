@@ -324,11 +324,6 @@ class GridAttentionSpec(_Heads):
         """The number of patches on a side of what attends to one another."""
         return self.side if self.window is None else self.window
 
-    @property
-    def has_padding(self) -> bool:
-        """Whether windows reach beyond the grid."""
-        return self.side % self.width > 0
-
 
 @dataclass(frozen=True)
 class GridConvSpec:

@@ -47,6 +47,13 @@ class LinearProjectorSpec:
 
 
 @dataclass(frozen=True)
+class EndedProjectorSpec:
+    """Projector: one linear layer with a bias, and a learned token after each image (DeepSeek-OCR 2)."""
+
+    merge: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
 class MLPProjectorSpec:
     """Projector: an optional `patch_norm` of each patch, concatenation of `merge` times `merge` adjacent
     patches, an optional `norm` of these, and two linear layers with an activation between them, of width
@@ -336,6 +343,7 @@ ProjectorSpec = (
     | PatchMergerSpec
     | MistralMergerSpec
     | LinearProjectorSpec
+    | EndedProjectorSpec
     | MLPProjectorSpec
     | TileRowsSpec
     | TwoWaysSpec

@@ -15,10 +15,11 @@ class StretchedTable:
 @dataclass(frozen=True)
 class AntialiasedTable:
     """A table of `side` times `side` positions, interpolated bilinearly to the size of each image, with
-    antialiasing where that is smaller (SigLIP 2).
+    antialiasing where that is smaller (SigLIP 2); or bicubically (DeepSeek-OCR 2).
     """
 
     side: int
+    cubic: bool = False
 
 
 @dataclass(frozen=True)

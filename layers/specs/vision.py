@@ -127,10 +127,13 @@ class SquarePictures:
 class CroppedPictures:
     """Processor outputs `pixel_values` [images, channels, size, size], the whole images, and optionally parts
     of them, `pixel_values_local` [crops, channels, height, width], with the number of crops of each image,
-    `num_local_patches` [images]. Tokens of the crops come before those of the whole (Step 3.7).
+    `num_local_patches` [images]. Tokens of the crops come before those of the whole (Step 3.7). With `most`
+    a processor cuts images that are larger than three quarters of the size into 2 to `most` crops of three
+    quarters of the size (DeepSeek-OCR 2).
     """
 
     size: int
+    most: int | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,33 @@ class WindowMergerSpec:
 
 
 @dataclass(frozen=True)
+class QueryEncoderSpec:
+    """Second part of an encoder, after its `blocks`: a neck to `channels` as in `ConvolutionProjectorSpec`,
+    and two convolutions of stride 2 to `inner` and to `hidden_size` channels, which make a feature of sixteen
+    patches. Learned queries follow the features of a picture: as many as the smallest number in `queries`
+    that is not smaller than theirs, or the largest. `blocks` of this width have causal attention in which the
+    features of a picture all attend to one another. After `norm` the queries alone are read (DeepSeek-OCR 2).
+    """
+
+    channels: int
+    inner: int
+    hidden_size: int
+    queries: tuple[int, ...]
+    blocks: tuple[BlockSpec, ...]
+    norm: NormSpec
+    merge: ClassVar[int] = 4
+
+    def number_of(self, features: int) -> int:
+        """The place in `queries` of the number of queries of a picture."""
+        return next((i for i, count in enumerate(self.queries) if count >= features), len(self.queries) - 1)
+
+    def tokens_of(self, patches: int) -> tuple[int, int]:
+        """The numbers of features and of queries of a picture."""
+        features = patches // self.merge**2
+        return features, self.queries[self.number_of(features)]
+
+
+@dataclass(frozen=True)
 class VisionSpec:
     """An image encoder and its projector into a language model.
 
@@ -226,7 +256,7 @@ class VisionSpec:
     all time steps of a video attend to one another, and the projector receives their mean; with
     `joined_steps` they attend to one another, and rotary positions have the time step as a third axis. With a
     `pyramid` the encoder has no blocks of this kind: it makes a feature of width `hidden_size` of each patch
-    by convolutions over whole images.
+    by convolutions over whole images. With a `query_encoder` it has a second part, with blocks of its own.
 
     In calls with pictures the tokens `marker_ids`, which frame images in the text, get rows of the
     projector's table in place of their embeddings (Ovis). `framing_ids` are tokens before and after an image
@@ -298,11 +328,18 @@ class VisionSpec:
     framing_ids: tuple[int, int, int, int] | None = None
     merger: WindowMergerSpec | None = None
     pyramid: PyramidSpec | None = None
+    query_encoder: QueryEncoderSpec | None = None
 
     @property
     def merge(self) -> int:
-        """The number of patches on a side of what makes a token."""
-        return self.projector.merge * (1 if self.merger is None else self.merger.merge)
+        """The number of patches on a side of what makes a token, or what a query reads."""
+        within = self.merger or self.query_encoder
+        return self.projector.merge * (1 if within is None else within.merge)
+
+    @property
+    def feature_size(self) -> int:
+        """The width of what the projector reads of one state of the encoder."""
+        return self.hidden_size if self.query_encoder is None else self.query_encoder.hidden_size
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

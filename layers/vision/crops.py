@@ -1,7 +1,7 @@
 """Images as a whole and as crops.
 
-Step 3.7: the whole image at one size, and if it is larger or long, parts of it at a smaller size, whose
-tokens come first.
+Step 3.7 and DeepSeek-OCR 2: the whole image at one size, and if it is larger or long, parts of it at a
+smaller size, whose tokens come first.
 
 Molmo 2: the whole image, and overlapping crops of the enlarged image at the same size; or the frames of a
 video. The processor names the patches that make each token.
@@ -80,7 +80,12 @@ def cropped(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures 
         return None
     grids: list[Grid] = [(1, x.shape[1] // patch, x.shape[2] // patch) for x in pictures]
     patches = [cut_image(x, grid, merge, patch) for x, grid in zip(pictures, grids, strict=True)]
-    return CroppedImages(torch.cat(patches), grids, [count + 1 for count in counts])
+    parts = [count + 1 for count in counts]
+    if spec.query_encoder is not None:
+        queries = iter([spec.query_encoder.tokens_of(h * w)[1] for _, h, w in grids])
+        sizes = [1 + sum(next(queries) for _ in range(count)) for count in parts]
+        return QueriedPictures(torch.cat(patches), grids, sizes)
+    return CroppedImages(torch.cat(patches), grids, parts)
 
 
 def _check(name: str, values: Tensor, expected: tuple[int, ...]) -> None:
@@ -115,6 +120,22 @@ def crops_of(height: int, width: int, size: int) -> int:
         side = min(short, crop_of(size)) if long > 4 * short else crop_of(size)
     rows, columns = (max(1, x // side + (x >= side and x % side > 0.2 * side)) for x in (height, width))
     return rows * columns
+
+
+def crops_in_grid(height: int, width: int, side: int, most: int) -> int:
+    """The number of crops of `side` pixels that a processor makes of an image with these sides: none of one
+    that fits into a crop, else those of the grid of 2 to `most` whose form is closest to the image's, and of
+    equally close ones the larger one that the image fills by more than half (GOT-OCR 2.0).
+    """
+    if max(height, width) <= side:
+        return 0
+    grids = [(w, h) for w, h in itertools.product(range(1, most + 1), repeat=2) if 2 <= w * h <= most]
+    best, distance = (1, 1), math.inf
+    for w, h in sorted(grids, key=math.prod):
+        own = abs(width / height - w / h)
+        if own < distance or (own == distance and width * height > 0.5 * side**2 * w * h):
+            best, distance = (w, h), own
+    return math.prod(best)
 
 
 WINDOWS = {"image_token_pooling": "pixel_values", "video_token_pooling": "pixel_values_videos"}

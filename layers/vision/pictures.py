@@ -182,10 +182,10 @@ class TilesOfPictures(PicturesInWindows):
 
 
 class QueriedPictures(Pictures):
-    """Images with a number of tokens of their own each."""
+    """Images, of one or more pictures, with a number of tokens of their own each."""
 
     def __init__(self, patches: Tensor, grids: list[Grid], sizes: list[int]):
-        super().__init__(patches, grids, len(grids))
+        super().__init__(patches, grids, len(sizes))
         self.sizes = sizes
 
     def counts(self, merge: int) -> list[int]:
@@ -251,6 +251,8 @@ def blank_picture(spec: VisionSpec, merge: int, like: Tensor) -> Pictures:
         return TiledPictures(patches, side, [of_whole(tokens)], [1], images=1, token_side=tokens)
     if isinstance(spec.pictures, MaskedPictures):
         return QueriedPictures(patches, [(1, side, side)], [1])
+    if spec.query_encoder is not None:
+        return QueriedPictures(patches, [(1, side, side)], [1 + spec.query_encoder.tokens_of(side**2)[1]])
     if isinstance(spec.pictures, PartlyHiddenTiles):
         windows = torch.tensor([[0] * 4, [TilesOfPictures.ROW_END] * 4, [TilesOfPictures.SEPARATOR] * 4])
         return TilesOfPictures(patches, [(1, side, side)], windows, [3], [0])

@@ -10,7 +10,8 @@
 Interpolated tables are squares of side S. In the first kind, patch i of h has the coordinate
 i * (S - 1) / max(h - 1, 1), and likewise in width: corners map to corners, with linear interpolation between
 (Qwen3-VL). In the second kind A [h, S] and B [w, S] are torch's resizing of one axis: bilinear with
-antialiasing (SigLIP 2, arXiv:2502.14786), bicubic (GLM-4.1V, arXiv:2507.01006, section 2), linear between
+antialiasing (SigLIP 2, arXiv:2502.14786), bicubic (GLM-4.1V, arXiv:2507.01006, section 2), with antialiasing
+in DeepSeek-OCR 2, linear between
 the rows of a table with zeros around it, which fades at the border (Muse Glimmer, which resizes to [w, h]
 and gives patch i, row by row, position i of that, as its model was trained), or bilinear to max(h, w) on both
 axes, of which the first h and w count (C-RADIO, arXiv:2312.06709).
@@ -50,8 +51,9 @@ def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:
     match spec.position_table:
         case StretchedTable(side):
             return StretchedPositions(side**2, spec.hidden_size, side)
-        case AntialiasedTable(side):
-            return ResizedPositions(side**2, spec.hidden_size, side, "antialiased")
+        case AntialiasedTable(side, cubic):
+            mode = "smooth" if cubic else "antialiased"
+            return ResizedPositions(side**2, spec.hidden_size, side, mode)
         case BilinearTable(side, unread):
             return ResizedPositions(side**2, spec.hidden_size, side, "bilinear", unread)
         case BicubicTable(side):
@@ -140,9 +142,9 @@ class StretchedPositions(PositionTable):
 
 class ResizedPositions(PositionTable):
     """Resizes the table to each picture's size like an image; in float32, for any table dtype. `mode` is
-    "bilinear", "antialiased" for the same with antialiasing, "bicubic", "fading", linear with zeros around
-    the table, or "cropped", "bilinear" to a square from which the picture is cut. `unread` further rows come
-    first.
+    "bilinear", "antialiased" for the same with antialiasing, "bicubic", "smooth" for the same with
+    antialiasing, "fading", linear with zeros around the table, or "cropped", "bilinear" to a square from
+    which the picture is cut. `unread` further rows come first.
     """
 
     def __init__(self, rows: int, width: int, side: int, mode: str, unread: int = 0):
@@ -270,8 +272,8 @@ def _resizing(size: int, side: int, mode: str) -> Tensor:
         rows = torch.arange(side, dtype=torch.float64, device="cpu")
         return (1 - (at[:, None] - rows).abs()).clamp(min=0)
     columns = torch.eye(side, dtype=torch.float64, device="cpu")[None, None]
-    antialias = mode == "antialiased"
-    mode = "bilinear" if antialias else mode
+    antialias = mode in ("antialiased", "smooth")
+    mode = {"antialiased": "bilinear", "smooth": "bicubic"}.get(mode, mode)
     return F.interpolate(columns, (size, side), mode=mode, align_corners=False, antialias=antialias)[0, 0]
 
 

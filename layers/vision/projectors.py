@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from liger_models.layers.specs import (
     ConvolutionProjectorSpec,
     DownsamplingProjectorSpec,
     EmbedderSpec,
+    EndedProjectorSpec,
     GatedProjectorSpec,
     LayerNormSpec,
     LinearProjectorSpec,
@@ -130,6 +132,30 @@ class LinearProjector(nn.Module):
             x = x.unflatten(0, (-1, self.patches)).mean(1)
         x = x if self.norm is None else self.norm(x)
         return self.linear(x.reshape(-1, self.linear.in_features))
+
+
+class EndedProjector(nn.Module):
+    """`linear(x)`, and a learned vector `end` after each image.
+
+    Args:
+        width: of a feature, D.
+        hidden_size: of the language model, H.
+        spec: of the projector.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: EndedProjectorSpec):
+        super().__init__()
+        self.linear = Linear(width, hidden_size)
+        self.end = nn.Parameter(torch.empty(hidden_size))
+
+    def forward(self, x: Tensor, _: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """x [F, D] of images with these numbers of tokens, `sizes` -> [F + images, H]."""
+        images, end = self.linear(x).split([size - 1 for size in sizes]), self.end.to(x.dtype)[None]
+        return torch.cat([part for image in images for part in (image, end)])
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Initialise `end` like a matrix."""
+        nn.init.normal_(self.end, 0.0, std, generator)
 
 
 class MLPProjector(nn.Module):
@@ -353,6 +379,7 @@ PROJECTORS: dict[type, type[nn.Module]] = {
     PatchMergerSpec: PatchMerger,
     MistralMergerSpec: MistralMerger,
     LinearProjectorSpec: LinearProjector,
+    EndedProjectorSpec: EndedProjector,
     MLPProjectorSpec: MLPProjector,
     TileRowsSpec: TileRows,
     TwoWaysSpec: TwoWays,

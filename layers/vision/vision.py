@@ -32,6 +32,7 @@ from liger_models.layers.specs import (
 )
 from liger_models.layers.vision.anyres import Newline
 from liger_models.layers.vision.canvas import axes_of
+from liger_models.layers.vision.compressed_encoder import CompressedEncoder
 from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
 from liger_models.layers.vision.pictures import Pictures, TiledPictures, blank_picture, replaced
@@ -129,9 +130,11 @@ class Vision(nn.Module):
         self.encoder: nn.Module
         if spec.pyramid is not None:
             self.encoder = PyramidEncoder(spec)
+        elif spec.query_encoder is not None:
+            self.encoder = CompressedEncoder(spec, attention)
         else:
             self.encoder = VisionEncoder(spec, attention)
-        width, make = spec.hidden_size, PROJECTORS[type(spec.projector)]
+        width, make = spec.feature_size, PROJECTORS[type(spec.projector)]
         self.projector = make(width * max(len(spec.taken), 1), hidden_size, spec.projector)
         # Access by name: transformers orders these modules differently.
         self._parts_of_projector = tuple(name for name, _ in self.projector.named_children())

@@ -128,6 +128,11 @@ class Scenes(Outputs):
                     tokens += [self.vision.image_id] * max(self.vision.pictures.tokens)[1]
                     continue
                 grid, merge = self._grid(piece), self.vision.merge
+                if self.vision.query_encoder is not None:
+                    sides = [self._crop()] * crops_of(piece) + [grid[1]]
+                    counts = [self.vision.query_encoder.tokens_of(side**2)[1] for side in sides]
+                    tokens += [self.vision.image_id] * (sum(counts) + 1)
+                    continue
                 if isinstance(self.vision.pictures, CroppedPictures):
                     for _ in range(crops_of(piece)):
                         tokens += [self.vision.image_id] * (self._crop() // merge) ** 2 + [BETWEEN_STEPS]
