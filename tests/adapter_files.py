@@ -19,8 +19,9 @@ from liger_models.training.adapters.lora_settings import LoraSettings
 from liger_models.training.lora import Adapters
 
 # PEFT 0.21 renames these layers when it reads an adapter, its own as well: the pattern of transformers'
-# conversion for `mlp.shared_expert.` fits `mlp.shared_experts`, too.
-RENAMED_AGAIN = "laguna", "mistral_large4"
+# conversion for `mlp.shared_expert.` fits `mlp.shared_experts`, too, and that for `model.layers.` also
+# `language_model.layers.`.
+RENAMED_AGAIN = "laguna", "mistral_large4", "deepseek_ocr2"
 
 
 def compare_with_peft(pair: Pair, call: Mapping[str, Any], folder: Path, lora: str = "r=3") -> Adapters:

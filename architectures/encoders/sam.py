@@ -62,7 +62,6 @@ TINY: dict[str, Any] = {
 
 QUERIES = (144, 256)
 """Numbers of learned queries of DeepSeek-OCR 2, for crops of 768 pixels and for images of 1024."""
-_OF_QUERIES = "vision.encoder.queries."
 
 
 def _parts(names: Names, neck: Names, **roots: str) -> tuple[tuple[str, Layout], ...]:
@@ -70,11 +69,12 @@ def _parts(names: Names, neck: Names, **roots: str) -> tuple[tuple[str, Layout],
     return (
         ("vision.encoder.of_patches.", Layout(names, root=roots["sam"])),
         ("vision.encoder.compression.neck.", Layout(neck, root=f"{roots['sam']}neck.")),
-        ("vision.encoder.compression.conv", Layout(root=roots["conv"])),
+        ("vision.encoder.compression.conv1.", Layout(root=roots["conv1"])),
+        ("vision.encoder.compression.conv2.", Layout(root=roots["conv2"])),
         ("vision.encoder.of_queries.", Layout(root=f"{roots['decoder']}layers.")),
         ("vision.encoder.norm.", Layout(root=f"{roots['decoder']}norm.")),
-        (f"{_OF_QUERIES}0.", Layout(root=roots["crops"])),
-        (f"{_OF_QUERIES}1.", Layout(root=roots["wholes"])),
+        ("vision.encoder.few_queries.", Layout(root=roots["crops"])),
+        ("vision.encoder.many_queries.", Layout(root=roots["wholes"])),
         ("vision.projector.linear.", Layout(root=roots["linear"])),
         ("vision.projector.end", Layout(root=roots["end"])),
     )
@@ -89,20 +89,21 @@ RELEASED = _parts(
     ),
     (("conv1.", "0."), ("layer_norm1.", "1."), ("conv2.", "2."), ("layer_norm2.", "3.")),
     sam="model.sam_model.",
-    conv="model.sam_model.conv",
+    conv1="model.sam_model.net_2.",
+    conv2="model.sam_model.net_3.",
     decoder="model.qwen2_model.model.model.",
     crops="model.qwen2_model.query_768.",
     wholes="model.qwen2_model.query_1024.",
     linear="model.projector.layers.",
     end="model.view_seperator",
 )
-"""Layouts of the parts of DeepSeek-OCR 2 in released checkpoints, whose `CONVOLUTIONS` have other numbers."""
-CONVOLUTIONS = (("sam_model.conv1.", "sam_model.net_2."), ("sam_model.conv2.", "sam_model.net_3."))
+"""Layouts of the parts of DeepSeek-OCR 2 in released checkpoints."""
 IN_MODULES = _parts(
     NAMES,
     (),
     sam="model.vision_tower.sam_encoder.",
-    conv="model.vision_tower.sam_encoder.proj.conv",
+    conv1="model.vision_tower.sam_encoder.proj.conv1.",
+    conv2="model.vision_tower.sam_encoder.proj.conv2.",
     decoder="model.vision_tower.vision_encoder.",
     crops="model.vision_tower.query_768_resolution.",
     wholes="model.vision_tower.query_1024_resolution.",

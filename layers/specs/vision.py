@@ -212,22 +212,22 @@ class WindowMergerSpec:
 class QueryEncoderSpec:
     """Second part of an encoder, after its `blocks`: a neck to `channels` as in `ConvolutionProjectorSpec`,
     and two convolutions of stride 2 to `inner` and to `hidden_size` channels, which make a feature of sixteen
-    patches. Learned queries follow the features of a picture: as many as the smallest number in `queries`
-    that is not smaller than theirs, or the largest. `blocks` of this width have causal attention in which the
+    patches. Learned queries follow the features of a picture: the first number in `queries`, or the second
+    if there are more features than that. `blocks` of this width have causal attention in which the
     features of a picture all attend to one another. After `norm` the queries alone are read (DeepSeek-OCR 2).
     """
 
     channels: int
     inner: int
     hidden_size: int
-    queries: tuple[int, ...]
+    queries: tuple[int, int]
     blocks: tuple[BlockSpec, ...]
     norm: NormSpec
     merge: ClassVar[int] = 4
 
     def number_of(self, features: int) -> int:
         """The place in `queries` of the number of queries of a picture."""
-        return next((i for i, count in enumerate(self.queries) if count >= features), len(self.queries) - 1)
+        return int(features > self.queries[0])
 
     def tokens_of(self, patches: int) -> tuple[int, int]:
         """The numbers of features and of queries of a picture."""

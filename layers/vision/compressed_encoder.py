@@ -22,6 +22,7 @@ from liger_models.layers.grids.rows import by_size, in_rows
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload
+from liger_models.layers.sequences.agreement import is_of_several
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.spans import spans_of
 from liger_models.layers.specs import QueryEncoderSpec, VisionSpec
@@ -85,7 +86,7 @@ class CompressedEncoder(nn.Module):
         width, depth = self.spec.hidden_size, len(spec.blocks)
         self.of_patches = VisionEncoder(spec, attention)
         self.compression = Compression(spec.hidden_size, self.spec)
-        self.queries = nn.ModuleList([Queries(count, width) for count in self.spec.queries])
+        self.few_queries, self.many_queries = (Queries(count, width) for count in self.spec.queries)
         layers = [
             BLOCKS[block.topology](width, block, depth + i, attention)
             for i, block in enumerate(self.spec.blocks)
@@ -104,9 +105,12 @@ class CompressedEncoder(nn.Module):
         sizes = [(h, w) for t, h, w in pictures.grids for _ in range(t)]
         x = self.compression(x, sizes)
         counts = [self.spec.tokens_of(h * w) for h, w in sizes]
-        # Tables that no picture uses take part, too: a step of several processes needs all gradients.
-        tables = [queries(x.dtype) for queries in self.queries]
-        own = [tables[self.spec.number_of(features)] for features, _ in counts]
+        tables = [self.few_queries(x.dtype), self.many_queries(x.dtype)]
+        numbers = [self.spec.number_of(features) for features, _ in counts]
+        unused = [table for number, table in enumerate(tables) if number not in numbers]
+        if unused and is_of_several(self):  # the gradients of all tables are exchanged
+            x = x + 0 * torch.stack([table.sum() for table in unused]).sum()
+        own = [tables[number] for number in numbers]
         pieces = x.split([features for features, _ in counts])
         x = torch.cat([part for both in zip(pieces, own, strict=True) for part in both])
         of_features = torch.cat([torch.arange(f + q, device="cpu") < f for f, q in counts])

@@ -159,6 +159,9 @@ def _cut_encoders(config: dict[str, Any]) -> None:
 
 def _cut_vision(config: Mapping[str, Any]) -> dict[str, Any]:
     vision = {**config, **{key: value for key, value in FEW.items() if key in config}}
+    for part in ("sam_config", "encoder_config"):
+        if part in vision:
+            vision[part] = _cut_vision(vision[part])
     if "layer_types" in vision:
         vision["layer_types"] = vision["layer_types"][: vision["num_hidden_layers"]]
     if taken := vision.get("intermediate_layers_indices"):

@@ -132,7 +132,7 @@ def test_a_head_in_the_files_is_used_whatever_the_config_says(pair, written, tmp
 # These have no class in transformers.
 WITHOUT_CLASS = (
     *("ernie4_5_vl_moe_text", "glm5_next_text", "mistral_large4_text", "molmo2_text", "muse_glimmer_text"),
-    "step3p5",
+    *("step3p5", "deepseek_ocr2_text"),
 )
 
 

@@ -18,7 +18,7 @@ from liger_models.layers.memory import Step, StepMemory, shown_of_size
 from liger_models.layers.memory.pictures import shown_by
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.layers.specs import AnyresPictures, SquarePictures, TiledVisionSpec, WindowedPictures
-from liger_models.layers.vision.pictures import Pictures, PicturesInWindows
+from liger_models.layers.vision.pictures import Pictures, PicturesInWindows, QueriedPictures
 from liger_models.layers.vision.tiled_encoder import TiledImages
 
 
@@ -48,6 +48,10 @@ def pictures_for(spec):
     grids = [(1, 24, 36), (1, 48, 24)]
     if isinstance(spec.pictures, SquarePictures | AnyresPictures):
         grids = [(1, *[spec.pictures.size // patches.size] * 2)] * 2
+    if spec.query_encoder is not None:  # six crops and the whole image
+        grids = [*[(1, 48, 48)] * 6, (1, 64, 64)]
+        pixels = torch.empty(6 * 48**2 + 64**2, patches.width, device="meta")
+        return QueriedPictures(pixels, grids, [6 * 144 + 256 + 1])
     rows = sum(h * w for _, h, w in grids)
     return Pictures(torch.empty(rows, patches.width, device="meta"), grids, 2, extra=int(spec.class_feature))
 
@@ -69,6 +73,7 @@ def test_a_class_token_that_makes_a_feature_is_counted():
 KINDS = [
     *(
         "aya_vision",
+        "deepseek_ocr2",
         "gemma3",
         "gemma4",
         "glm4v",

@@ -8,7 +8,7 @@ from scenes import Image
 
 OF_IMAGES = (
     *("visual", "vision", "projector", "aligner", "connector", "merger", "newline", "resampler"),
-    "image_embed",
+    *("image_embed", "view_separator"),
 )
 
 
