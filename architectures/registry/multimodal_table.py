@@ -193,15 +193,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         kind: Multimodal({"cohere2": "cohere2"}, tied=True, settings={"logit_scale": 1.0})
         for kind in ("aya_vision", "cohere2_vision")
     },
-    "deepseek_ocr2": Multimodal(
-        {"deepseek_ocr2_text": "deepseek_ocr2_text"},
-        defaults={
-            **{"vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 11008},
-            **{"num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048},
-            **{"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407},
-            **{"head_dim": None},
-        },
-    ),
+    "deepseek_ocr2": Multimodal({"deepseek_ocr2_text": "deepseek_ocr2_text"}),
     "deepseek_vl": Multimodal({"llama": "llama"}, _OWN_ROOT, tied=True),
     "lighton_ocr": Multimodal({"qwen3": "qwen3"}, _OWN_ROOT, tied=True),
     "exaone4_5": Multimodal({"exaone4": "exaone4", "exaone4_5_text": "exaone4"}, _OWN_ROOT),
@@ -250,15 +242,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         {"hunyuan_vl_text": "hunyuan_v1_dense"}, _OWN_ROOT, tied=True, tied_by_text=True, axes=True
     ),
     "ovis2": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied=True),
-    "step3p7": Multimodal(
-        {"step3p5": "step3p5"},
-        (("model.language_model.", "model."),),
-        defaults={
-            **{"vocab_size": 128815, "hidden_size": 4096, "intermediate_size": 11264, "head_dim": 128},
-            **{"num_hidden_layers": 45, "num_attention_heads": 64, "moe_intermediate_size": 1280},
-            **{"max_position_embeddings": 128000, "pad_token_id": 1},
-        },
-    ),
+    "step3p7": Multimodal({"step3p5": "step3p5"}, (("model.language_model.", "model."),)),
     "video_llama_3": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied_by_text=True),
     **{
         kind: Multimodal(
@@ -359,15 +343,7 @@ MULTIMODAL: dict[str, Multimodal] = {
             **{"max_position_embeddings": 36864},
         },
     ),
-    "muse_glimmer": Multimodal(
-        {"muse_glimmer_text": "muse_glimmer_text"},
-        _OWN_ROOT,
-        defaults={
-            **{"vocab_size": 202048, "hidden_size": 6656, "intermediate_size": 19968},
-            **{"num_hidden_layers": 52, "num_attention_heads": 32, "num_key_value_heads": 2},
-            **{"head_dim": 128, "max_position_embeddings": 131072, "sliding_window": 2048},
-        },
-    ),
+    "muse_glimmer": Multimodal({"muse_glimmer_text": "muse_glimmer_text"}, _OWN_ROOT),
     "nemotron_h_omni": Multimodal({"nemotron_h": "nemotron_h"}, missing="videos"),
     "paddleocr_vl": Multimodal(
         {"paddleocr_vl_text": "llama"},

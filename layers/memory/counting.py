@@ -124,10 +124,7 @@ class StepMemory:
 
     def _backward(self, kept: list[int], levels: Sequence[ActivationMemory]) -> list[Moment]:
         found, first, edges, vision = [], len(self.encoder), self._edges, self.model.spec.vision
-        deep, merger = getattr(vision, "deep", ()), getattr(vision, "merger", None)
-        merges_after = None if merger is None else merger.after
-        if getattr(vision, "query_encoder", None) is not None:
-            merges_after = len(vision.blocks) - 1
+        deep, merges_after = getattr(vision, "deep", ()), getattr(vision, "merges_after", None)
         new = 0 if self.step.accumulates else 1
         of_encoder, of_way, of_layers = self._own_gradients
         gradients = self.gradients - new * (sum(of_encoder) + of_way + sum(of_layers))

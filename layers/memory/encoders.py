@@ -64,15 +64,13 @@ def inputs_of(part: Any, step: Step) -> Shown:
 
 def _layers(part: Any, step: Step, shown: Shown, itemsize: int) -> Iterator[LayerCosts]:
     known: dict[Any, LayerCosts] = {}
-    windowed, merger = getattr(part.spec, "windowed", ()), getattr(part.spec, "merger", None)
-    merged_from = None if merger is None else merger.after + 1
-    if getattr(part.spec, "query_encoder", None) is not None:
-        merged_from = len(part.spec.blocks)
+    windowed = getattr(part.spec, "windowed", ())
+    merges_after = getattr(part.spec, "merges_after", None)
     # Every rank has all images and sounds.
     step = replace(step, batch=1, seq=shown.tokens, shown=NOTHING, heard=NOTHING, sequence_ranks=1)
     step = replace(step, places=shown.places, axes=shown.axes)
     for number, layer in enumerate(part.encoder.layers):
-        if number == merged_from:
+        if merges_after is not None and number == merges_after + 1:
             shown = replace(shown, longest=shown.longest_merged)
             step = replace(step, seq=shown.merged, places=0, axes=0)
         longest = shown.window if number in windowed else shown.longest

@@ -27,8 +27,8 @@ from liger_models.layers.specs import (
     WindowedPictures,
 )
 from liger_models.layers.vision.anyres import best_resolution, of_tiles, of_whole
-from liger_models.layers.vision.compressed_encoder import Compression
 from liger_models.layers.vision.crops import POOLED, crop_of, crops_and_tokens, crops_in_grid, crops_of
+from liger_models.layers.vision.encoders.compressed import Compression
 from liger_models.layers.vision.grid_inputs import BLOCK, tiles_and_tokens
 from liger_models.layers.vision.pictures import Pictures, QueriedPictures
 from liger_models.layers.vision.projectors import OF_GRIDS, PROJECTORS

@@ -48,6 +48,7 @@ from liger_models.layers.specs.indexers import (
     IndexerSpec,
     PooledIndexerSpec,
 )
+from liger_models.layers.specs.mergers import QueryEncoderSpec, WindowMergerSpec
 from liger_models.layers.specs.mlp import (
     Activation,
     MLPSpec,
@@ -126,14 +127,12 @@ from liger_models.layers.specs.vision import (
     PatchSpec,
     PlacedPictures,
     PooledGrids,
-    QueryEncoderSpec,
     ShapedPictures,
     SquarePictures,
     StripPictures,
     TiledVisionSpec,
     VisionSpec,
     WindowedPictures,
-    WindowMergerSpec,
 )
 
 __all__ = [

@@ -24,24 +24,14 @@ from liger_models.layers.sequences.modality import Modality
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.spans import prefixes, spans_of
 from liger_models.layers.sequences.visibility import Visibility
-from liger_models.layers.specs import (
-    AnyresPictures,
-    ClockSpec,
-    GridPictures,
-    VisionSpec,
-)
+from liger_models.layers.specs import AnyresPictures, ClockSpec, GridPictures, VisionSpec
 from liger_models.layers.vision.anyres import Newline
 from liger_models.layers.vision.canvas import axes_of
-from liger_models.layers.vision.compressed_encoder import CompressedEncoder
 from liger_models.layers.vision.encoder import VisionEncoder
+from liger_models.layers.vision.encoders.compressed import CompressedEncoder
 from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
 from liger_models.layers.vision.pictures import Pictures, TiledPictures, blank_picture, replaced
-from liger_models.layers.vision.positions import (
-    IMAGE,
-    SOUND,
-    TEXT,
-    VIDEO,
-)
+from liger_models.layers.vision.positions import IMAGE, SOUND, TEXT, VIDEO
 from liger_models.layers.vision.processor_inputs import HIDDEN_IN_PART, take_pictures
 from liger_models.layers.vision.projectors import PROJECTORS, further_inputs
 
