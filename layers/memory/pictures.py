@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_models.layers.grids.anyres import best_resolution, of_tiles, of_whole
 from liger_models.layers.grids.pyramid import numbers_kept
 from liger_models.layers.memory.measured import Measured, measured
 from liger_models.layers.parts.window_merger import WindowMerger
@@ -26,9 +27,8 @@ from liger_models.layers.specs import (
     VisionSpec,
     WindowedPictures,
 )
-from liger_models.layers.vision.anyres import best_resolution, of_tiles, of_whole
+from liger_models.layers.vision.compressed_encoder import Compression
 from liger_models.layers.vision.crops import POOLED, crop_of, crops_and_tokens, crops_in_grid, crops_of
-from liger_models.layers.vision.encoders.compressed import Compression
 from liger_models.layers.vision.grid_inputs import BLOCK, tiles_and_tokens
 from liger_models.layers.vision.pictures import Pictures, QueriedPictures
 from liger_models.layers.vision.projectors import OF_GRIDS, PROJECTORS

@@ -181,7 +181,7 @@ class AnyresPictures:
     with `image_sizes` [images, 2] and `batch_num_images` [rows]. Without `most` every image has its tiles,
     and there is no `batch_num_images` (LLaVA-NeXT). For videos `pixel_values_videos` [videos,
     frames, channels, size, size], or for different lengths concatenated, [frames, channels, size, size], with
-    `num_frames_per_video` [videos]. layers/vision/anyres.py turns the features of at most `most` tiles into
+    `num_frames_per_video` [videos]. layers/grids/anyres.py turns the features of at most `most` tiles into
     tokens (LLaVA-OneVision). With `frame_pool` blocks of so many times so many patches of a frame are
     averaged before the projector, without the rest at the right and bottom edges (LLaVA-NeXT-Video). A tile
     makes `token_side` times `token_side` tokens; None: one for each patch.

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels._copies import to_device
+from liger_models.layers.grids.anyres import Taps, of_whole
 from liger_models.layers.specs import (
     AnyresPictures,
     MaskedPictures,
@@ -20,7 +21,6 @@ from liger_models.layers.specs import (
     VisionSpec,
     WindowedPictures,
 )
-from liger_models.layers.vision.anyres import Taps, of_whole
 from liger_models.layers.vision.patch_order import Grid, places_in_picture, places_of
 
 
@@ -110,7 +110,7 @@ class TiledPictures(Pictures):
     """Images as tiles of one size, and videos as frames of that size.
 
     Attributes:
-        taps: per picture, the interpolation that makes its tokens: see layers/vision/anyres.py.
+        taps: per picture, the interpolation that makes its tokens: see layers/grids/anyres.py.
         sizes: per picture, the number of features.
     """
 

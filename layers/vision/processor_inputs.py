@@ -13,6 +13,7 @@ from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.kernels._copies import to_device
+from liger_models.layers.grids.anyres import Taps, best_resolution, of_tiles, of_video, of_whole
 from liger_models.layers.specs import (
     AnyresPictures,
     AxesTable,
@@ -32,7 +33,6 @@ from liger_models.layers.specs import (
     VisionSpec,
     WindowedPictures,
 )
-from liger_models.layers.vision.anyres import Taps, best_resolution, of_tiles, of_video, of_whole
 from liger_models.layers.vision.crops import cropped, masked, windowed
 from liger_models.layers.vision.grid_inputs import (
     flat_grids,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from liger_models.convert.errors import DataError
 from liger_models.kernels._copies import to_device
 from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.grids.anyres import Newline
 from liger_models.layers.grids.pyramid import PyramidEncoder
 from liger_models.layers.sequences.agreement import is_of_several
 from liger_models.layers.sequences.cache import KVCache
@@ -25,10 +26,9 @@ from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.spans import prefixes, spans_of
 from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AnyresPictures, ClockSpec, GridPictures, VisionSpec
-from liger_models.layers.vision.anyres import Newline
 from liger_models.layers.vision.canvas import axes_of
+from liger_models.layers.vision.compressed_encoder import CompressedEncoder
 from liger_models.layers.vision.encoder import VisionEncoder
-from liger_models.layers.vision.encoders.compressed import CompressedEncoder
 from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
 from liger_models.layers.vision.pictures import Pictures, TiledPictures, blank_picture, replaced
 from liger_models.layers.vision.positions import IMAGE, SOUND, TEXT, VIDEO

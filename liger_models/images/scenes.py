@@ -30,6 +30,7 @@ from liger_models.images.pieces import (
     windows_of,
 )
 from liger_models.images.sounds import WORD, Sound, framed_sound, heard
+from liger_models.layers.grids import anyres
 from liger_models.layers.specs import (
     AnyresPictures,
     CanvasSpec,
@@ -43,7 +44,6 @@ from liger_models.layers.specs import (
     TiledVisionSpec,
     WindowedPictures,
 )
-from liger_models.layers.vision import anyres
 from liger_models.layers.vision.vision import FRAMED
 
 FIRST_OF_TEXT = 10  # ids below may be special

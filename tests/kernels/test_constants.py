@@ -11,11 +11,11 @@ from torch.utils import _pytree as pytree
 
 from liger_models.kernels._constants import cached_tensors
 from liger_models.layers.attention import backends
-from liger_models.layers.grids import grid_attention
+from liger_models.layers.grids import anyres, grid_attention
 from liger_models.layers.recurrent import lightning
 from liger_models.layers.sequences import rotary
 from liger_models.layers.specs import RopeSpec
-from liger_models.layers.vision import anyres, patch_order, position_table
+from liger_models.layers.vision import patch_order, position_table
 
 CPU = torch.device("cpu")
 CALLS = {  # with arguments that no other test uses

@@ -9,7 +9,7 @@ import torch
 from scenes import Video
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.vision.anyres import NEWLINE, Newline, best_resolution, of_tiles
+from liger_models.layers.grids.anyres import NEWLINE, Newline, best_resolution, of_tiles
 from liger_models.layers.vision.packing import VisionConversation, pack_conversations
 
 RESOLUTIONS = [(h, w) for h in (10, 20, 30) for w in (10, 20, 40)]

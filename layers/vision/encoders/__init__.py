@@ -1,4 +1,0 @@
-"""Encoders in which learned queries read the features of an image.
-
-May import vision, grids, blocks and what these import.
-"""
