@@ -36,8 +36,8 @@ def layout(root: str, head: tuple[tuple[str, str], ...], projector: str, norms: 
     reference="HyperCLOVAXVisionV2ForConditionalGeneration",
     vision=True,
     layouts=tuple(
-        layout(*names, norms)
-        for names in (
+        layout(root, head, projector, norms)
+        for root, head, projector in (
             (f"{ROOT}model.", HEAD, "vision_projector"),  # as released
             (ROOT, HEAD, "vision_projector"),  # as transformers saves it
             (ROOT, (), "projector"),

@@ -96,7 +96,7 @@ def shown_by(spec: VisionSpec | TiledVisionSpec | None, pictures: Any) -> Shown:
     windows = {block.mixer.window for block in spec.blocks if isinstance(block.mixer, GridAttentionSpec)}
     if windows:
         shown = replace(shown, axes=sum(t * h * w * (h + w) for t, h, w in pictures.grids))
-    for side in windows - {None}:
+    for side in (window for window in windows if window is not None):
         places = (-(-h // side) * -(-w // side) * t for t, h, w in pictures.grids)
         shown = replace(shown, places=side**2 * sum(places))
     return shown
