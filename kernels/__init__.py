@@ -54,6 +54,7 @@ from liger_models.kernels.recurrent.channel_delta_rule import (
     channel_delta_rule_step,
 )
 from liger_models.kernels.recurrent.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
+from liger_models.kernels.recurrent.rg_lru import rg_lru, rg_lru_step
 from liger_models.kernels.recurrent.short_conv import (
     conv_state,
     gated_short_conv,
@@ -117,6 +118,8 @@ __all__ = [
     "quantize",
     "relu2",
     "relu2_gated",
+    "rg_lru",
+    "rg_lru_step",
     "rms_norm",
     "rotary",
     "route",

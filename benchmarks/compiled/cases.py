@@ -176,6 +176,12 @@ def selective_scan(channels, width, dtype=BF16):
     backward(*kernels.selective_scan(x, dt, *parameters))
 
 
+def rg_lru(heads, width, dtype=BF16):
+    x, gates = operand(TOKENS, heads, width, dtype=dtype), operand(heads, TOKENS, 2, width, dtype=dtype)
+    parameters = operand(heads, 2, width, dtype=dtype), operand(heads * width, dtype=dtype)
+    backward(*kernels.rg_lru(x, gates.transpose(0, 1), *parameters))
+
+
 def gated_short_conv(channels, taps):
     bounds = kernels.document_bounds(torch.tensor([0, TOKENS]), TOKENS)
     backward(kernels.gated_short_conv(operand(TOKENS, 3 * channels), operand(channels, taps), bounds=bounds))
@@ -403,6 +409,8 @@ CASES: dict[str, Callable[[], None]] = {
     "selective scan, Falcon Mamba 7B": lambda: selective_scan(8192, 16),
     "selective scan, Mamba 2.8B in float32": lambda: selective_scan(5120, 16, F32),
     "selective scan, states of 64": lambda: selective_scan(1024, 64),
+    "RG-LRU, RecurrentGemma 9B": lambda: rg_lru(16, 256),
+    "RG-LRU, RecurrentGemma 2B in float32": lambda: rg_lru(10, 256, F32),
     "SSD, Granite 4": lambda: ssd(128, 64, 1, 128),
     "SSD in segments, Granite 4": lambda: ssd(128, 64, 1, 128, SEGMENTS),
     "SSD, Nemotron H": lambda: ssd(128, 64, 8, 128),

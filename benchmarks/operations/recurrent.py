@@ -9,6 +9,7 @@ from benchmarks.operations.core import EPS, Cost, near_one, normal, operation, s
 from liger_models import kernels
 from liger_models.kernels.recurrent.channel_delta_rule import channel_delta_rule_plain
 from liger_models.kernels.recurrent.gated_delta_rule import gated_delta_rule_plain
+from liger_models.kernels.recurrent.rg_lru import rg_lru_plain
 from liger_models.kernels.recurrent.state_spaces.selective_scan import selective_scan_plain
 from liger_models.kernels.recurrent.state_spaces.ssd import NO_LIMIT, ssd_plain
 
@@ -120,6 +121,36 @@ def _channel_delta_rule(shape, dtype, device):
         # As in the gated delta rule, but products over pairs of tokens count six times.
         forward=Cost(flops=tokens * heads * 430_000),
         training=Cost(flops=tokens * heads * 1_150_000),
+    )
+
+
+@operation(
+    "rg_lru",
+    "tokens x channels",
+    ((16384, 4096),),
+    tiny=(16, 4),
+    providers=("ours", "eager"),
+)
+def _rg_lru(shape, dtype, device):
+    """Heads of 256, as in RecurrentGemma 9B; documents of 4096 tokens. Eager runs blocks of 16 tokens side by
+    side.
+    """
+    tokens, channels = shape
+    width = min(256, channels)
+    x, dh = (normal((tokens, channels // width, width), dtype, device) for _ in range(2))
+    gates = normal((channels // width, tokens, 2, width), dtype, device).transpose(0, 1)
+    bias = normal((channels // width, 2, width), dtype, device)
+    decay = normal((channels,), dtype, device)
+    documents = torch.arange(0, tokens + 1, min(tokens, 4096), device=device)
+    return standard_case(
+        (x, gates, bias, decay),
+        (dh,),
+        ours=lambda *operands: kernels.rg_lru(*operands, cu_seqlens=documents)[0],
+        liger=None,
+        eager=lambda *operands: rg_lru_plain(*operands, cu_seqlens=documents)[0],
+        # Forward: x and gates in, h out. Backward: these and dh in, three gradients out.
+        forward=Cost(4 * x.nbytes),
+        training=Cost(11 * x.nbytes),
     )
 
 

@@ -25,6 +25,7 @@ from liger_models.layers.recurrent.channel_delta import ChannelDelta
 from liger_models.layers.recurrent.gated_conv import GatedConvolution
 from liger_models.layers.recurrent.gated_delta import GatedDelta
 from liger_models.layers.recurrent.lightning import LightningAttention
+from liger_models.layers.recurrent.rg_lru import RGLRU
 from liger_models.layers.recurrent.selective import SelectiveScan
 from liger_models.layers.recurrent.ssd import SSD
 from liger_models.layers.sequences.sequences import Sequences
@@ -44,6 +45,7 @@ from liger_models.layers.specs import (
     LightningSpec,
     LocalAttentionSpec,
     RelativeAttentionSpec,
+    RGLRUSpec,
     SelectiveSpec,
     SharedAttentionSpec,
     SSDSpec,
@@ -84,6 +86,7 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     GatedConvSpec: GatedConvolution,
     ChannelDeltaSpec: ChannelDelta,
     LightningSpec: LightningAttention,
+    RGLRUSpec: RGLRU,
 }
 
 MIXER_NAMES: dict[type, str] = {
@@ -95,5 +98,6 @@ MIXER_NAMES: dict[type, str] = {
     GridConvSpec: "conv",
     LightConvSpec: "conv",
     ChannelDeltaSpec: "linear_attn",
+    RGLRUSpec: "rg_lru",
 }
 """The names of mixers in the module tree; of others "self_attn"."""

@@ -98,6 +98,7 @@ from liger_models.layers.specs.recurrent import (
     GatedDeltaSpec,
     LightningSpec,
     RecurrentSpec,
+    RGLRUSpec,
     SelectiveSpec,
     SSDSpec,
 )
@@ -229,6 +230,7 @@ __all__ = [
     "QueryEncoderSpec",
     "QueryProjectorSpec",
     "QueryScaleSpec",
+    "RGLRUSpec",
     "RecurrentSpec",
     "RelativeAttentionSpec",
     "ResamplerSpec",

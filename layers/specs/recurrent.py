@@ -193,6 +193,56 @@ class SelectiveSpec:
         return ()
 
 
+@dataclass(frozen=True)
+class RGLRUSpec:
+    """Real-gated linear recurrent unit, the recurrent mixer of Griffin (De et al., 2024, arXiv:2402.19427,
+    section 2.4), after a causal depthwise convolution of its input.
+
+    The matrices of both gates are block diagonal, with `heads` blocks of `head_dim` channels. `conv` is the
+    width of the convolution; `activation` is that of the branch that multiplies the output. Convolution and
+    projections have biases.
+    """
+
+    heads: int
+    head_dim: int
+    conv: int = 4
+    activation: Activation = "gelu_tanh"
+
+    @property
+    def size(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution."""
+        return self.size
+
+    @property
+    def shared_heads(self) -> tuple[int, str]:
+        """Number and kind of the heads that ranks divide in sequence parallelism."""
+        return self.heads, "heads"
+
+    @property
+    def exchanged_size(self) -> int:
+        """Elements per token that a rank keeps in addition, if heads are exchanged: the convolution's input
+        as it was received, and the output as it came back.
+        """
+        return 2 * self.size
+
+    @property
+    def state_flops(self) -> int:
+        """Operations for each token, one token at a time: two products by blocks for the gates, and a dozen
+        for each channel.
+        """
+        return self.size * (4 * self.head_dim + 12)
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """Rotations of queries and keys: none."""
+        return ()
+
+
 class EqualHeads:
     """Sizes of a mixer whose queries, keys and values have equally many heads of one width."""
 
@@ -328,5 +378,7 @@ class GatedConvSpec:
         return ()
 
 
-RecurrentSpec = GatedDeltaSpec | SSDSpec | SelectiveSpec | GatedConvSpec | ChannelDeltaSpec | LightningSpec
+RecurrentSpec = (
+    GatedDeltaSpec | SSDSpec | SelectiveSpec | GatedConvSpec | ChannelDeltaSpec | LightningSpec | RGLRUSpec
+)
 """Mixers that carry a state."""

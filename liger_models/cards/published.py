@@ -26,6 +26,7 @@ from liger_models.layers.specs import (
     LightningSpec,
     ModelSpec,
     MoESpec,
+    RGLRUSpec,
     SelectiveSpec,
     SSDSpec,
 )
@@ -200,6 +201,7 @@ FEATURES: Mapping[str, Any] = {
     ),
     "state space layers (Mamba 2)": lambda spec: any(isinstance(b.recurrent, SSDSpec) for b in spec.blocks),
     "lightning attention": lambda spec: any(isinstance(b.recurrent, LightningSpec) for b in spec.blocks),
+    "gated recurrence (RG-LRU)": lambda spec: any(isinstance(b.recurrent, RGLRUSpec) for b in spec.blocks),
     "gated short convolutions": lambda spec: any(isinstance(b.mixer, GatedConvSpec) for b in spec.blocks),
     "interleaved rotary": lambda spec: any(rope.interleaved for rope in spec.ropes),
     "partial rotary": lambda spec: any(a.rope and a.rope.dim < a.head_dim for a in _attention(spec)),

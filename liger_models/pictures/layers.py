@@ -22,6 +22,7 @@ from liger_models.layers.specs import (
     MLPSpec,
     ModelSpec,
     MoESpec,
+    RGLRUSpec,
     SelectiveSpec,
     SharedAttentionSpec,
     SSDSpec,
@@ -79,6 +80,7 @@ MIXERS = {
     SelectiveSpec: "Mamba",
     GatedConvSpec: "gated short convolution",
     LightningSpec: "lightning attention",
+    RGLRUSpec: "gated recurrence",
 }
 FILLS = {"norm": "#e8e8e8", "scale": "#e8e8e8", "gate": "#e8e8e8", "mixer": "#cfe2f3", "mlp": "#fce5cd"}
 COLUMN, MOST = 230, 3  # width of a column, and number of columns

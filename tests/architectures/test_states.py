@@ -109,7 +109,7 @@ def test_branches_of_a_prompt_equal_separate_sequences(family, shared_pair):
 def test_a_convolution_in_float32_does_not_double_the_model(family):
     """The same holds for A_log. (The correction bias of a router is always float32, hashes are integers.)"""
     model = liger_models.from_config(find_architecture(family).tiny, device="meta")
-    wide = ("conv1d.weight", ".conv.conv.weight", ".A_log")
+    wide = ("conv1d.weight", "conv_1d.weight", ".conv.conv.weight", ".A_log")
     stored = {
         ref.name: torch.float32 if ref.name.endswith(wide) else torch.bfloat16
         for expr in model.weight_map().values()

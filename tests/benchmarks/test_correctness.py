@@ -65,7 +65,7 @@ def test_every_public_operation_with_a_kernel_is_measured(benchmarks):
     torch_alone = {"load_balancing_loss", "router_z_loss", "indexer_loss"}
     # States and decoding.
     torch_alone |= {"conv_state", "short_conv_step", "gated_delta_rule_step", "channel_delta_rule_step"}
-    torch_alone |= {"ssd_step", "selective_scan_step"}
+    torch_alone |= {"ssd_step", "selective_scan_step", "rg_lru_step"}
     functions = {name for name in kernels.__all__ if name.islower()}
     assert functions - elsewhere - torch_alone <= set(benchmarks.operations.REGISTRY)
 

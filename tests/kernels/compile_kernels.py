@@ -154,6 +154,9 @@ def recurrent() -> None:
             operand(16, width),
         )
         backward(*kernels.selective_scan(*by_token, operand(96), operand(96), **settings, state=state))
+    for state in (None, operand(2, 193, dtype=torch.float32)):
+        x, gates, bias = operand(16, 2, 96), operand(16, 2, 2, 96), operand(2, 2, 96)
+        backward(*kernels.rg_lru(x, gates, bias, operand(192), cu_seqlens=documents, state=state))
     for tokens, key, value in ((16, 64, 64), (4100, 64, 64)):  # the latter has two segments
         settings = {"cu_seqlens": documents, "state": operand(2, 4, key, value, dtype=torch.float32)}
         gates = operand(tokens, 4), operand(tokens, 4), operand(4), operand(4)

@@ -48,6 +48,22 @@ def eager_selective_scan(x, dt, A_log, B, C, D, dt_bias):
     return torch.stack(outputs, 1).flatten(0, 1)[: len(x)].to(x.dtype)
 
 
+def eager_rg_lru(x, gates, bias, decay):
+    """Scan documents of four tokens side by side; the last may be shorter."""
+    padded = (F.pad(wide(v).flatten(1), (0, 0, 0, -len(x) % 4)) for v in (x, gates))
+    x_of, gates_of = (v.unflatten(0, (-1, 4)) for v in padded)  # [documents, 4, ...]
+    gates_of = (gates_of.unflatten(2, gates.shape[1:]) + wide(bias)).sigmoid()
+    i, r = (gate.flatten(2) for gate in gates_of.unbind(3))
+    log = -8 * r * F.softplus(wide(decay))
+    state, outputs = i[:, 0] * x_of[:, 0], []
+    for t in range(4):
+        if t:
+            root = (-torch.expm1(2 * log[:, t])).sqrt()
+            state = log[:, t].exp() * state + root * i[:, t] * x_of[:, t]
+        outputs.append(state)
+    return torch.stack(outputs, 1).flatten(0, 1)[: len(x)].view(x.shape).to(x.dtype)
+
+
 def eager_gated_short_conv(x, weight, bias):
     before, after, u = x.chunk(3, dim=-1)
     return after * eager_short_conv(before * u, weight, bias)

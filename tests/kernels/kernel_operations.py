@@ -15,6 +15,7 @@ from eager_operations import (
     eager_gated_short_conv,
     eager_jsd,
     eager_kl,
+    eager_rg_lru,
     eager_rms_norm,
     eager_selective_scan,
     eager_short_conv,
@@ -48,6 +49,7 @@ from liger_models.kernels import (
     log_probs,
     relu2,
     relu2_gated,
+    rg_lru,
     rms_norm,
     rotary,
     selective_scan,
@@ -161,6 +163,11 @@ OPERATIONS = {
             *[(rows, width), (rows, width), (width, 3)],
             *[(rows, 3), (rows, 3), (width,), (width,)],
         ],
+    ),
+    "rg_lru": Operation(
+        lambda *operands: rg_lru(*operands, cu_seqlens=documents_of(operands[0]))[0],
+        eager_rg_lru,
+        lambda rows, width: [(rows, 2, width), (rows, 2, 2, width), (2, 2, width), (2 * width,)],
     ),
     "gated_short_conv": Operation(
         lambda x, w, b: gated_short_conv(x, w, b, bounds=document_bounds(documents_of(x), len(x))),

@@ -36,6 +36,7 @@ from torch import Tensor
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable, use_triton
 from liger_models.kernels.invariant.mode import is_batch_invariant
 from liger_models.kernels.recurrent._chunk_table import chunk_table
+from liger_models.kernels.recurrent._prefix import Bounds, prefix
 from liger_models.kernels.recurrent.state_spaces._selective_pieces import run, run_grads
 
 WIDEST_STATE = 256
@@ -97,7 +98,7 @@ def selective_scan_plain(
             for own, step, b, c, first in zip(*rows, states, strict=True)
         ]
         return torch.cat([y for y, _ in alone]), torch.cat([last for _, last in alone])
-    bounds = _Bounds.of(cu_seqlens, x)
+    bounds = Bounds.of(cu_seqlens, x)
     outputs, finals = [], []
     for slab in _slabs(x, A_log.shape[1]):
         part = _Recurrence.of(x, dt, A_log, B, state, dt_bias, slab, bounds)
@@ -174,7 +175,7 @@ def _plain_grads(
     dfinal: Tensor,
 ) -> tuple[Tensor, ...]:
     """Gradients of the operands in the order of `selective_scan`, in float32 or float64."""
-    bounds = _Bounds.of(cu_seqlens, x)
+    bounds = Bounds.of(cu_seqlens, x)
     wide_b, wide_c = at_least_float32(B)[:, None], at_least_float32(C)[:, None]
     dB, dC = torch.zeros_like(wide_b[:, 0]), torch.zeros_like(wide_c[:, 0])
     by_channel: list[tuple[Tensor, ...]] = []
@@ -203,47 +204,10 @@ def _plain_grads(
     return dx, ddt, dA_log.T, dB, dC, dD[0], dbias[0], dstate
 
 
-class _Bounds(NamedTuple):
-    """Documents of a packed row."""
-
-    first: Tensor  # [documents], each document's first token, T for one without tokens
-    last: Tensor  # [documents], its last token, T for one without tokens
-    begins: Tensor  # [T] bool, the first tokens
-
-    @staticmethod
-    def of(cu_seqlens: Tensor | None, x: Tensor) -> _Bounds:
-        if cu_seqlens is None:
-            cu_seqlens = torch.arange(2, device=x.device) * len(x)
-        first, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-        nothing = torch.full_like(first, len(x))
-        opening, last = (torch.where(end > first, token, nothing) for token in (first, end - 1))
-        begins = torch.zeros(len(x) + 1, dtype=torch.bool, device=x.device).index_fill(0, opening, True)
-        return _Bounds(opening, last, begins[:-1])
-
-    def at_starts(self, values: Tensor, otherwise: Tensor) -> Tensor:
-        """Values [T, ...] at first tokens, `otherwise` [documents, ...] for a document without tokens."""
-        return self._at(self.first, values, otherwise)
-
-    def at_ends(self, values: Tensor, otherwise: Tensor) -> Tensor:
-        return self._at(self.last, values, otherwise)
-
-    def _at(self, token: Tensor, values: Tensor, otherwise: Tensor) -> Tensor:
-        exists = (token < len(values)).view(-1, *[1] * (values.dim() - 1))
-        padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
-        return torch.where(exists, padded[token], otherwise)
-
-    def to_starts(self, values: Tensor, tokens: int) -> Tensor:
-        """Values [documents, ...] at first tokens, zero elsewhere: [T, ...]."""
-        return values.new_zeros(tokens + 1, *values.shape[1:]).index_add(0, self.first, values)[:-1]
-
-    def to_ends(self, values: Tensor, tokens: int) -> Tensor:
-        return values.new_zeros(tokens + 1, *values.shape[1:]).index_add(0, self.last, values)[:-1]
-
-
 class _Recurrence(NamedTuple):
     """h_t = decay_t h_{t-1} + written_t for some channels, in float32 or float64."""
 
-    bounds: _Bounds
+    bounds: Bounds
     step: Tensor  # [T, channels]
     rate: Tensor  # A: [channels, N]
     decay: Tensor  # [T, channels, N]
@@ -259,7 +223,7 @@ class _Recurrence(NamedTuple):
         state: Tensor | None,
         dt_bias: Tensor,
         slab: slice,
-        bounds: _Bounds,
+        bounds: Bounds,
     ) -> _Recurrence:
         step, rate = _step(dt[:, slab], dt_bias[slab]), -at_least_float32(A_log[slab]).exp()
         written = (step * at_least_float32(x[:, slab]))[..., None] * at_least_float32(B)[:, None]
@@ -273,7 +237,7 @@ class _Recurrence(NamedTuple):
     def states(self) -> Tensor:
         """h: [T, channels, N]."""
         kept = self.decay.masked_fill(self.bounds.begins[:, None, None], 0)
-        return _prefix(kept, self.written + self.decay * self._from_initial())
+        return prefix(kept, self.written + self.decay * self._from_initial())
 
     def before(self, h: Tensor) -> Tensor:
         """The state before each token."""
@@ -285,32 +249,10 @@ class _Recurrence(NamedTuple):
         kept = self.decay.masked_fill(self.bounds.begins[:, None, None], 0)
         following = F.pad(kept, (0, 0, 0, 0, 0, 1))[1:]
         given = dh + self.bounds.to_ends(dfinal.to(dh.dtype), len(dh))
-        return _prefix(following.flip(0), given.flip(0)).flip(0)
+        return prefix(following.flip(0), given.flip(0)).flip(0)
 
     def _from_initial(self) -> Tensor:
         return self.bounds.to_starts(self.initial, len(self.decay))
-
-
-def _prefix(decay: Tensor, added: Tensor) -> Tensor:
-    """h_t = decay_t h_{t-1} + added_t over the first dimension: token by token in blocks of 16 side by side,
-    and so over the blocks.
-    """
-    tokens, width = len(added), min(16, len(added))
-    if tokens < 2:
-        return added
-    decays, terms = (
-        F.pad(values, (0, 0, 0, 0, 0, -tokens % width)).unflatten(0, (-1, width)).unbind(1)
-        for values in (decay, added)
-    )
-    h, reach = [terms[0]], [decays[0]]
-    for d, term in zip(decays[1:], terms[1:], strict=True):
-        h.append(torch.addcmul(term, d, h[-1]))
-        reach.append(d * reach[-1])
-    inside = torch.stack(h, 1)
-    if len(inside) > 1:
-        before = F.pad(_prefix(reach[-1], h[-1]), (0, 0, 0, 0, 1, 0))[:-1]
-        inside = torch.addcmul(inside, torch.stack(reach, 1), before[:, None])
-    return inside.flatten(0, 1)[:tokens]
 
 
 def _slabs(x: Tensor, states: int) -> Iterator[slice]:

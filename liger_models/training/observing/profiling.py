@@ -29,7 +29,7 @@ CLASSES: Mapping[str, str] = {
     "experts' rows: routing, permutation, activation": r"_Experts|_Route|FusedMoE|_moe_|token_gather"
     r"|topk|sort|histc|cumsum|bincount",
     "attention": r"_Attention|attention|flash|fmha|sdpa",
-    "recurrent layers": r"DeltaRule|SSD|_SelectiveScan|_ShortConv|delta_rule|causal_conv1d|mamba",
+    "recurrent layers": r"DeltaRule|SSD|_SelectiveScan|_RGLRU|_ShortConv|delta_rule|causal_conv1d|mamba",
     "matrix products": r"gemm|nvjet|cutlass|splitK|cublas|aten::(add|b)?mm",
     "loss": r"_ReducedLoss|CrossEntropy|cross_entropy|nll_loss|log_softmax",
     "norms": r"RMSNorm|LayerNorm|layer_norm|rms_norm",

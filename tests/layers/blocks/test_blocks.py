@@ -36,6 +36,7 @@ from liger_models.layers.specs import (
     PerLayerInputSpec,
     QKNormSpec,
     QueryScaleSpec,
+    RGLRUSpec,
     RopeSpec,
     SharedAttentionSpec,
     SharedSpec,
@@ -139,6 +140,7 @@ BLOCKS = {
     "streams from norms": replace(
         PRE_NORM, topology="from_norms", stream_scales=(2.0, 0.5), branch_scales=(0.5, 1.0, 1.5)
     ),
+    "gated recurrence": replace(PRE_NORM, mixer=RGLRUSpec(2, 16)),
     "lightning attention": replace(PRE_NORM, mixer=LightningSpec((0.5, 0.02), 16)),
     "norms of heads": replace(PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec())),
     "norms of all heads": replace(
