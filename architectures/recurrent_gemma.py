@@ -63,7 +63,8 @@ def recurrent_gemma(c: HFConfig) -> ModelSpec:
             f"{c.name}: block_types must name {' or '.join(of_kind)}, found {abbreviate(types)}"
         )
     blocks = [BlockSpec(of_kind[types[i % len(types)]], half, norm) for i in range(layers)]
-    scale = torch.tensor(hidden**0.5, dtype=torch.bfloat16).item()  # also of embeddings that a caller passes
+    # Of bfloat16 in any dtype, and also of embeddings that a caller passes.
+    scale = torch.tensor(hidden**0.5, dtype=torch.bfloat16, device="cpu").item()
     model = decoder(c, blocks, norm, input_scale=scale, logit_softcap=c.take_number("logits_soft_cap", 30.0))
     first, last = c.take_number("w_init_variance_scale", 0.01), 2.0 / layers
     last = c.take_number("final_w_init_variance_scale", last)
@@ -109,6 +110,7 @@ for_tests(
     },
     skip={
         **dict.fromkeys(OTHER_ROPES, "the reference has only the default type"),
+        "key:rope_scaling": "the reference has only the default type",
         "key:sliding_window": "another name of attention_window_size",
         "refusal:partial_rotary_factor": "a part of a head may turn",
         "padding:left": "the reference counts padding before a row as its first tokens",

@@ -229,6 +229,7 @@ def grads_kernel(
     ranges,
     opens,
     starts,
+    states,
     dh,
     dends,
     dx,
@@ -255,7 +256,8 @@ def grads_kernel(
 ):
     """Write dx and dgates, and by piece sums for the other gradients.
 
-    sums: [3, pieces, channels], of the biases and of the decay; dends: gradients at the ends of pieces.
+    sums: [3, pieces, channels], of the biases and of the decay; dends: gradients at the ends of pieces;
+    states: [pieces, PIECE / GROUP, channels], room for the state before each group of tokens.
     """
     piece, first, end, opening = _piece_of(ranges, opens, chunks, PIECE)
     head, column, exists, of_input, of_recurrence, rate, raw = _channels_of(bias, decay, WIDTH, BLOCK)
@@ -271,40 +273,53 @@ def grads_kernel(
             tl.store(sums + nth * size + place, tl.zeros([BLOCK], tl.float32), exists)
         return
     state = tl.load(starts + place, exists, 0.0)
-    before_of = ()  # the state before each token
-    for group in tl.static_range(PIECE // GROUP):
+    states += piece.to(tl.int64) * (PIECE // GROUP) * HEADS * WIDTH + head * WIDTH + column
+    groups = (end - first + GROUP - 1) // GROUP
+    for group in range(0, groups):
+        tl.store(states + group * HEADS * WIDTH, state, exists)
         begin = first + group * GROUP
         r_of = _rows_of(gates + gates_gate, begin, end, gates_stride, exists, GROUP)
         x_of = _rows_of(x, begin, end, x_stride, exists, GROUP)
         i_of = _rows_of(gates, begin, end, gates_stride, exists, GROUP)
         for nth in tl.static_range(GROUP):
-            before_of += (state,)
             _, a, root = _decay_of(r_of[nth], of_recurrence, rate, begin + nth, opening, end)
             state = tl.fma(a, state, root * tl.sigmoid(i_of[nth] + of_input) * x_of[nth])
     gradient = tl.load(dends + place, exists, 0.0)
     dinput = tl.zeros([BLOCK], tl.float32)
     drecurrence = tl.zeros([BLOCK], tl.float32)
     drate = tl.zeros([BLOCK], tl.float32)
-    for back in tl.static_range(PIECE // GROUP):
-        begin = first + (PIECE // GROUP - 1 - back) * GROUP
+    for back in range(0, groups):
+        group = groups - 1 - back  # last one first
+        begin = first + group * GROUP
         r_of = _rows_of(gates + gates_gate, begin, end, gates_stride, exists, GROUP)
         x_of = _rows_of(x, begin, end, x_stride, exists, GROUP)
         i_of = _rows_of(gates, begin, end, gates_stride, exists, GROUP)
         dh_of = _rows_of(dh, begin, end, dh_stride, exists, GROUP)
+        state = tl.load(states + group * HEADS * WIDTH, exists, 0.0)
+        r_at, a_at, root_at, i_at, before = (), (), (), (), ()
         for nth in tl.static_range(GROUP):
-            at = GROUP - 1 - nth  # last one first
-            token = begin + at
+            r, a, root = _decay_of(r_of[nth], of_recurrence, rate, begin + nth, opening, end)
+            i = tl.sigmoid(i_of[nth] + of_input)
+            r_at += (r,)
+            a_at += (a,)
+            root_at += (root,)
+            i_at += (i,)
+            before += (state,)
+            state = tl.fma(a, state, root * i * x_of[nth])
+        for nth in tl.static_range(GROUP):
+            token = begin + (GROUP - 1 - nth)
             real = exists & (token < end)
-            r, a, root = _decay_of(r_of[at], of_recurrence, rate, token, opening, end)
-            i = tl.sigmoid(i_of[at] + of_input)
-            gradient += dh_of[at]
+            r, i = r_at[GROUP - 1 - nth], i_at[GROUP - 1 - nth]
+            a, root = a_at[GROUP - 1 - nth], root_at[GROUP - 1 - nth]
+            value = x_of[GROUP - 1 - nth]
+            gradient += dh_of[GROUP - 1 - nth]
             by_input = gradient * root * i
-            through = gradient * a * before_of[PIECE - (back + 1) * GROUP + at]
-            droot = gradient * i * x_of[at]
+            through = gradient * a * before[GROUP - 1 - nth]
+            droot = gradient * i * value
             dlog = through - droot * a * a / tl.maximum(root, 1.0 / 2000.0)
             dlog = tl.where(real, dlog, 0.0)
             dr = -rate * dlog * r * (1.0 - r)
-            di = by_input * x_of[at] * (1.0 - i)
+            di = by_input * value * (1.0 - i)
             gradient *= a
             drate -= r * dlog
             dinput += di

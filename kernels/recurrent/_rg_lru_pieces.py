@@ -9,7 +9,7 @@ A document is divided into pieces, two for each chunk of 64, which run in parall
     pass     in order over the pieces of a document: the state at the start of each; REVERSE: the gradient at
              the end of each
     scan     the outputs of a piece from the state at its start
-    grads    all gradients of a piece, last token first, from states computed again
+    grads    all gradients of a piece, 4 tokens at a time, last ones first, from states computed again
 
 Every program has some channels of one head, and goes from token to token with loads of a few in flight.
 Tokens past the end of a document have a decay of one and write nothing.
@@ -34,8 +34,8 @@ from liger_models.kernels.recurrent._rg_lru_kernels import (
 )
 
 PIECE = 32
-_GROUP, _COLUMNS = 8, 64  # tokens in flight; channels of a program of one warp
-_OPTIONS = {"PIECE": PIECE, "GROUP": _GROUP, "BLOCK": _COLUMNS, "num_warps": 1}
+GROUP_OF_GRADS = 4
+_GROUP, _COLUMNS = 8, 64  # tokens in flight, fewer in `grads`; channels of a program of one warp
 
 
 def run(
@@ -82,6 +82,7 @@ def run_grads(
     like: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     sums = torch.empty(3, len(starts), len(decay), **like)
     dbias, ddecay = torch.zeros(2, len(decay), **like), torch.zeros(len(decay), **like)
+    states = torch.empty(len(starts), PIECE // GROUP_OF_GRADS, len(decay), **like)
     dstate = torch.empty(len(table.first_segments), len(decay) + 1, **like)
     with on_device_of(x):
         opens = _opening(table, state)
@@ -91,7 +92,11 @@ def run_grads(
         if len(starts):
             places = *_strides(x, gates), *dh.stride()[:2], *_strides(dx, dgates)
             grads_kernel[_grid(x, table)](
-                *operands, starts, dh, dends, dx, dgates, sums, *places, _chunks(table), **_sizes(x)
+                *operands,
+                *(starts, states, dh, dends, dx, dgates, sums),
+                *places,
+                _chunks(table),
+                **_sizes(x, GROUP_OF_GRADS),
             )
             column_sum(sums[:2], *dbias)
             column_sum(sums[2], ddecay)
@@ -179,8 +184,9 @@ def _strides(x: Tensor, gates: Tensor) -> tuple[int, ...]:
     return *x.stride()[:2], *gates.stride()[:3]
 
 
-def _sizes(x: Tensor) -> dict[str, int]:
-    return {"HEADS": x.shape[1], "WIDTH": x.shape[2], **_OPTIONS}
+def _sizes(x: Tensor, group: int = _GROUP) -> dict[str, int]:
+    sizes = {"HEADS": x.shape[1], "WIDTH": x.shape[2]}
+    return {**sizes, "PIECE": PIECE, "GROUP": group, "BLOCK": _COLUMNS, "num_warps": 1}
 
 
 def _with_adjacent_columns(x: Tensor) -> Tensor:

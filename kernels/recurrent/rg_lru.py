@@ -21,7 +21,7 @@ that forgets nothing would otherwise divide by zero.
 Operands are kept for the backward pass, and the states of every 32 tokens (`_rg_lru_pieces.py`).
 
 Bytes moved at the least, for T tokens and C channels of b bytes: forward 4 T C b, backward 7 T C b. The
-kernels move 7 T C b and 10 T C b, since pieces of a document run in parallel.
+kernels move 7 T C b and 9 T C b, since pieces of a document run in parallel.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import rg_lru, rg_lru_step
-from liger_models.kernels.recurrent._rg_lru_pieces import PIECE
+from liger_models.kernels.recurrent._rg_lru_pieces import GROUP_OF_GRADS, PIECE
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.parts.mlp import gated_product
 from liger_models.layers.projections.linear import Linear
@@ -119,9 +119,9 @@ class RGLRU(RecurrentMixer):
     def backward_bytes(self, itemsize: int) -> int:
         """Peak bytes per token during the backward pass of the scan on a GPU, in addition to what `lean`
         keeps, less h, which is freed by then: gradients of y and h, u after the convolution and its gradient,
-        those of both gates, and in float32 five numbers for each piece.
+        those of both gates; in float32 five numbers for each piece, and its states between groups of tokens.
         """
-        return self.spec.size * 5 * itemsize + 5 * 4 * self.spec.size // PIECE
+        return self.spec.size * 5 * itemsize + 4 * self.spec.size * (5 + PIECE // GROUP_OF_GRADS) // PIECE
 
     def extra_repr(self) -> str:
         return f"{self.spec.heads} heads of {self.spec.head_dim} channels"
