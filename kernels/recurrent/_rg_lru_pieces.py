@@ -135,7 +135,8 @@ def _local(
 ) -> tuple[Tensor, Tensor]:
     """End states of pieces that start from zero (with dh, gradients at starts), and products of decays."""
     pieces = 2 * ranges.shape[1]
-    values, decays = torch.empty(2, pieces, len(decay), dtype=torch.float32, device=x.device)
+    # Apart: the first are kept for the backward pass.
+    values, decays = (torch.empty(pieces, len(decay), dtype=torch.float32, device=x.device) for _ in range(2))
     if pieces:
         grid = pieces, x.shape[1] * ceil_div(x.shape[2], _COLUMNS)
         of_dh = (0, 0) if dh is None else dh.stride()[:2]

@@ -97,14 +97,17 @@ class RGLRU(RecurrentMixer):
 
     def _operands(self, u: Tensor, share: Share = WHOLE) -> tuple[Tensor, ...]:
         """u [T, heads, width], both gates [T, heads, 2, width], their biases, and the decays."""
-        weights = self.own_share(share, self.input_gate_weight, self.recurrent_gate_weight)
-        biases = self.own_share(share, self.input_gate_bias, self.recurrent_gate_bias)
-        (decay,) = self.own_share(share, self.recurrent_param)
+        weights: tuple[Tensor, ...] = self.input_gate_weight, self.recurrent_gate_weight
+        biases: tuple[Tensor, ...] = self.input_gate_bias, self.recurrent_gate_bias
+        decay: Tensor = self.recurrent_param
+        if share != WHOLE:
+            weights, biases = self.own_share(share, *weights), self.own_share(share, *biases)
+            (decay,) = self.own_share(share, decay)
         joined = functools.partial(_joined, dtype=u.dtype)
         weight = carry_recipe(joined(*weights), joined, *weights, late=True)
         by_head = carry_recipe(_by_head(u), _by_head, u, late=True, deep=True)
         gates = torch.bmm(by_head, weight).unflatten(-1, (2, -1)).transpose(0, 1)
-        return u, gates, torch.stack(biases, dim=1), decay
+        return u, gates, carry_recipe(_stacked(*biases), _stacked, *biases, late=True), decay
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -130,6 +133,11 @@ class RGLRU(RecurrentMixer):
 def _joined(*weights: Tensor, dtype: torch.dtype) -> Tensor:
     """[heads, width, width] of each gate -> [heads, width, 2 * width]."""
     return torch.cat(weights, dim=-1).to(dtype)
+
+
+def _stacked(*biases: Tensor) -> Tensor:
+    """[heads, width] of each gate -> [heads, 2, width]."""
+    return torch.stack(biases, dim=1)
 
 
 def _by_head(u: Tensor) -> Tensor:

@@ -245,6 +245,8 @@ def test_a_layer_reports_the_bytes_it_keeps(block, level):
     if isinstance(block.mixer, LocalAttentionSpec):
         # Relative positions, their projection and the scales of queries, whatever the number of tokens.
         most += 4 * ((block.mixer.window + 1) * 2 * HIDDEN + block.mixer.head_dim)
+    if isinstance(block.mixer, RGLRUSpec):
+        most += 4 * 2 * block.mixer.size  # states of two pieces, of fewer tokens than they have room for
     assert 0 <= unsaid <= most
 
 
@@ -355,9 +357,13 @@ def test_every_parameter_and_buffer_has_a_fresh_value(block):
             tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
     model.reset_parameters(torch.Generator().manual_seed(0))
     for name, tensor in tensors.items():
-        if tensor.dim() > 1:  # hundreds of draws: the tolerance is several times the error of their spread
+        if tensor.dim() > 1 and not name.endswith(
+            "_gate_bias"
+        ):  # hundreds of draws: the tolerance is several times the error of their spread
             assert tensor.std().item() == pytest.approx(0.3, rel=0.5 if tensor.numel() < 200 else 0.2), name
-        elif ".lambda_" in name or name.endswith(("_hc.base", ".A_log")):  # drawn, or different by use
+        elif ".lambda_" in name or name.endswith(
+            ("_hc.base", ".A_log", ".recurrent_param")
+        ):  # drawn, or different by use
             assert tensor.isfinite().all(), name
         elif not tensor.is_floating_point():  # constants of hashes
             assert (tensor >= 0).all(), name
