@@ -160,6 +160,7 @@ COMPOSITIONS: dict[str, Callable[[int], Made]] = {
     "full, gated delta rule": full("qwen3_5_text", ("linear_attention",)),
     "full, gated convolution": full("lfm2", ("conv",)),
     "full, selective scan": full("jamba", attn_layer_period=9, attn_layer_offset=8, num_experts=1),
+    "full, gated recurrence": full("recurrent_gemma", block_types=["recurrent"]),
     "full, channel delta rule": full("kimi_linear", ("linear_attention",), mlp_layer_types=None),
     "full, latent attention, gates of heads": full(
         "bailing_hybrid", ("full_attention",), mlp_layer_types=None, first_k_dense_replace=9
@@ -257,6 +258,7 @@ CHOSEN = {
     "full, gated delta rule": LEVELS,
     "full, gated convolution": ("all", "lean", "mlp", "tiled"),
     "full, selective scan": ("all", "lean"),
+    "full, gated recurrence": ("all", "lean"),
     "full, channel delta rule": ("all", "lean"),
     "full, latent attention, gates of heads": ("all",),
     "full, gates of heads": ("all", "lean"),
