@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from liger_models.architectures.common import attention, decoder, mlp
+from liger_models.architectures.common import activation, attention, decoder
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.specs import AttentionSpec, BlockSpec, ModelSpec, Normal, NormSpec, RGLRUSpec
+from liger_models.layers.specs import BlockSpec, MixerSpec, MLPSpec, ModelSpec, Normal, NormSpec, RGLRUSpec
 
 RECURRENT, LOCAL = "recurrent", "attention"
 NAMES = (
@@ -47,21 +47,19 @@ NAMES = (
 def recurrent_gemma(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), offset=1.0, cast="gemma")
     hidden, layers = c.take_count("hidden_size"), c.take_count("num_hidden_layers")
-    whole = mlp(c, bias=True, key="hidden_activation")
-    half = replace(whole, intermediate_size=whole.intermediate_size // 2)
+    act = activation(c, "hidden_activation")
+    half = MLPSpec(c.take_count("intermediate_size") // 2, act, bias=True)
     heads, width = c.take_count("num_attention_heads"), c.take_count("lru_width", hidden)
     if width % heads:
         raise ConfigError(f"{c.name}: lru_width {width} is not a multiple of num_attention_heads {heads}")
     window = c.take_count(("attention_window_size", "sliding_window"))
     attends = attention(c, bias=c.take_flag("attention_bias", False), window=window, partial=0.5)
     attends = replace(attends, o_bias=True, dropout=c.take_dropout("attention_dropout"))
-    recurs = RGLRUSpec(heads, width // heads, c.take_count("conv1d_width", 4), half.activation)
-    of_kind: dict[str, AttentionSpec | RGLRUSpec] = {RECURRENT: recurs, LOCAL: attends}
+    recurs = RGLRUSpec(heads, width // heads, c.take_count("conv1d_width", 4), act)
+    of_kind: dict[str, MixerSpec] = {RECURRENT: recurs, LOCAL: attends}
     types = c.take("block_types", [RECURRENT, RECURRENT, LOCAL])
     if not isinstance(types, list) or not types or not all(kind in of_kind for kind in types):
-        raise ConfigError(
-            f"{c.name}: block_types must name {' or '.join(of_kind)}, found {abbreviate(types)}"
-        )
+        raise ConfigError(f"{c.name}: block_types has {abbreviate(types)}; expected {' or '.join(of_kind)}")
     blocks = [BlockSpec(of_kind[types[i % len(types)]], half, norm) for i in range(layers)]
     # Of bfloat16 in any dtype, and also of embeddings that a caller passes.
     scale = torch.tensor(hidden**0.5, dtype=torch.bfloat16, device="cpu").item()

@@ -125,7 +125,8 @@ class _RGLRU(torch.autograd.Function):
         ctx.table = starts = None
         if use_triton(*tensors):
             ctx.table = chunk_table(cu_seqlens, len(tensors[0]), tensors[0].device, 1)
-            h, final, starts = run(*tensors, ctx.table)
+            with_table: list[Any] = [*tensors, ctx.table]
+            h, final, starts = run(*with_table)
         else:
             h, final = rg_lru_plain(*operands)
         ctx.save_for_backward(*operands, starts)
@@ -135,10 +136,9 @@ class _RGLRU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, cu_seqlens, starts = ctx.saved_tensors
-        if ctx.table is None:
-            found = _plain_grads(*tensors, cu_seqlens, dh, dfinal)
-        else:
-            found = run_grads(*tensors, ctx.table, starts, dh, dfinal)
+        compute: Any = _plain_grads if ctx.table is None else run_grads
+        places = (cu_seqlens,) if ctx.table is None else (ctx.table, starts)
+        found = compute(*tensors, *places, dh, dfinal)
         given = zip(found, tensors, strict=True)
         return *(None if one is None else gradient.to(one.dtype) for gradient, one in given), None
 

@@ -88,12 +88,14 @@ class RGLRU(RecurrentMixer):
         state: Tensor | None,
         share: Share = WHOLE,
     ) -> tuple[Tensor, Tensor]:
-        return rg_lru(*self._operands(parts[0], share), cu_seqlens=documents, state=state)
+        u, logits, bias, decay = self._operands(parts[0], share)
+        return rg_lru(u, logits, bias, decay, cu_seqlens=documents, state=state)
 
     def step(
         self, parts: tuple[Tensor, ...], gates: Sequence[Tensor], state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return rg_lru_step(*self._operands(parts[0]), state)
+        u, logits, bias, decay = self._operands(parts[0])
+        return rg_lru_step(u, logits, bias, decay, state)
 
     def _operands(self, u: Tensor, share: Share = WHOLE) -> tuple[Tensor, ...]:
         """u [T, heads, width], both gates [T, heads, 2, width], their biases, and the decays."""
