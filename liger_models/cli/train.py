@@ -42,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import fields
 
+    from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG
     from liger_models.convert.errors import ConfigError
     from liger_models.training import TrainConfig, TrainingInterrupted, train
     from liger_models.training.processes.world import World
@@ -72,5 +73,7 @@ def run(args: argparse.Namespace) -> int:
             print(stop, file=sys.stderr)
         return stop.exit_code
     if World.is_main():
-        print(f"done: {result.steps} steps; the trained model is in {result.final}")
+        kind = "adapter" if (result.final / ADAPTER_CONFIG).is_file() else "model"
+        steps = f"{result.steps} step{'s' * (result.steps != 1)}"
+        print(f"done: {steps}; the trained {kind} is in {result.final}")
     return 0

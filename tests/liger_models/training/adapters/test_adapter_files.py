@@ -98,6 +98,7 @@ def test_an_adapter_is_accepted_wherever_a_model_is(checkpoint, settings, run, t
         "64",
     ]
     assert main([*words, "--steps", "2", "--output", str(tmp_path / "dpo"), "--device", "cpu"]) == 0
+    assert "done: 2 steps; the trained adapter is in " in capsys.readouterr().out
     first = json.loads((tmp_path / "dpo" / "metrics.jsonl").read_text().splitlines()[0])
     assert math.isclose(first["loss"], math.log(2), rel_tol=1e-6)  # the reference is the fine-tuned model
     preferred = tmp_path / "dpo" / "final"
