@@ -181,19 +181,19 @@ def rows_to_copy(rows: int, *operands: Tensor, columns: int | None = None, padde
     makes tiles of a part of a head. `padded` takes heads of other sizes, too, in tiles of the next power of
     two, whose last columns are the next head's, or zero.
     """
+    if not gpu_of(operands[0]).starts_early:
+        return [None] * len(operands)
     described = []
     for x in operands:
-        size, dim = x.element_size(), x.shape[2]
+        size, (count, heads, dim), (apart, *within) = x.element_size(), x.shape, x.stride()
         width = next_power_of_2(dim)
         fits = dim == width or (padded and not dim % 8 and not 128 < dim <= 192)
         able = size == 2 and width in (64, 128, 256) and fits
-        able = able and x.stride()[1:] == (dim, 1) and not x.data_ptr() % 16
-        apart = x.stride(0) >= x.shape[1] * dim and not x.stride(0) * size % 16  # and rows do not overlap
-        if not able or not apart or not gpu_of(x).starts_early:
+        able = able and within == [dim, 1] and not x.data_ptr() % 16
+        # Rows do not overlap.
+        if not able or apart < heads * dim or apart * size % 16:
             return [None] * len(operands)
-        described.append(
-            TensorDescriptor(x, [len(x), x.shape[1] * dim], [x.stride(0), 1], [rows, columns or width])
-        )
+        described.append(TensorDescriptor(x, [count, heads * dim], [apart, 1], [rows, columns or width]))
     return described
 
 

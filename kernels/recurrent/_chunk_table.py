@@ -29,6 +29,7 @@ class ChunkTable(NamedTuple):
         boundaries: upper bound of the number of segments that follow another of their document.
         segment: tokens of a segment of a document of few segments.
         most: documents with more segments than this have longer ones: `tokens_of_segment`.
+        full: every chunk is known to have 64 tokens.
     """
 
     cu_seqlens: Tensor
@@ -38,6 +39,7 @@ class ChunkTable(NamedTuple):
     boundaries: int
     segment: int
     most: int
+    full: bool = False
 
 
 def tokens_of_segment(length: int, most: int) -> int:
@@ -55,10 +57,17 @@ def most_segments(heads: int) -> int:
     return max(ceil_div(_PROGRAMS, max(heads, 1)), 4)
 
 
-def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device, heads: int) -> ChunkTable:
+def chunk_table(
+    cu_seqlens: Tensor | None,
+    tokens: int,
+    device: torch.device,
+    heads: int,
+    longest: int | None = None,
+) -> ChunkTable:
     """Compute the chunks and segments of documents in one kernel, without synchronising with the device.
 
     heads: of the states, each with a program of its own.
+    longest: no document has more tokens; None if only the device knows.
 
     Raises:
         ValueError: more segments than programs of a GPU's grid in this dimension.
@@ -67,8 +76,11 @@ def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device, he
         cu_seqlens = torch.arange(2, dtype=torch.int32, device=device) * tokens
     cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
     most = most_segments(heads)
-    documents = len(cu_seqlens) - 1
+    documents = cu_seqlens.shape[0] - 1
+    longest = tokens if longest is None else min(longest, tokens)
     boundaries = max(tokens - 1, 0) // (tokens_of_segment(tokens, most) if documents == 1 else SEGMENT)
+    boundaries = min(boundaries, documents * (max(longest - 1, 0) // SEGMENT))
+    full = tokens == documents * longest and longest % CHUNK == 0  # then all documents are as long
     chunks, count = tokens // CHUNK + documents, boundaries + documents
     if count > _MOST_SEGMENTS:
         raise ValueError(
@@ -94,7 +106,7 @@ def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device, he
                 DOCUMENTS=64,
                 num_warps=4,
             )
-    return ChunkTable(cu_seqlens, ranges, segments, first_segments, boundaries, SEGMENT, most)
+    return ChunkTable(cu_seqlens, ranges, segments, first_segments, boundaries, SEGMENT, most, full)
 
 
 _MOST_SEGMENTS = 65535

@@ -41,6 +41,7 @@ def gated_delta_rule(
     beta_scale: float = 1.0,
     cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
+    longest: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over packed documents.
 
@@ -52,6 +53,8 @@ def gated_delta_rule(
         beta_scale: 2.0 lets a state's eigenvalues be negative (OLMo-hybrid).
         cu_seqlens: [documents + 1] integers that rise from 0 to T; None for one document.
         state: [documents, value_heads, dk, dv] float32, the states to continue from; None for zeros.
+        longest: no document has more tokens; None if only the device knows. Short documents take fewer
+            launches.
 
     Returns:
         o [T, value_heads, dv] in v's dtype, and the final state of every document, as `state`; float64 for
@@ -64,7 +67,7 @@ def gated_delta_rule(
     """
     _check(q, k, v, a, b, A_log, dt_bias, cu_seqlens, state)
     if use_chunks(q, v, k, a, b, A_log, dt_bias, state):
-        table = chunk_table(cu_seqlens, len(q), q.device, v.shape[1])
+        table = chunk_table(cu_seqlens, q.shape[0], q.device, v.shape[1], longest)
         return GatedDeltaRule.apply(q, k, v, a, b, A_log, dt_bias, state, table, beta_scale, L2_EPS)
     return as_once_differentiable(
         *gated_delta_rule_plain(q, k, v, a, b, A_log, dt_bias, beta_scale, cu_seqlens, state)

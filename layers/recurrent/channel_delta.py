@@ -77,13 +77,13 @@ class ChannelDelta(RecurrentMixer):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share = WHOLE,
+        longest: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         (q, k, v), (f, b) = parts, gates
         by_head = self.own_share(share, *self._by_head())
         bound = self.spec.lower_bound
-        return channel_delta_rule(
-            q, k, v, f, b, *by_head, lower_bound=bound, cu_seqlens=documents, state=state
-        )
+        options = {"cu_seqlens": documents, "state": state, "longest": longest}
+        return channel_delta_rule(q, k, v, f, b, *by_head, lower_bound=bound, **options)
 
     def step(
         self, parts: tuple[Tensor, ...], gates: Sequence[Tensor], state: Tensor

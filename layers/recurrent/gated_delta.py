@@ -103,10 +103,12 @@ class GatedDelta(RecurrentMixer):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share = WHOLE,
+        longest: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         (q, k, v), (a, b) = parts, gates
         by_head, scale = self.own_share(share, self.A_log, self.dt_bias), self.spec.beta_scale
-        return gated_delta_rule(q, k, v, a, b, *by_head, beta_scale=scale, cu_seqlens=documents, state=state)
+        options = {"cu_seqlens": documents, "state": state, "longest": longest}
+        return gated_delta_rule(q, k, v, a, b, *by_head, beta_scale=scale, **options)
 
     def step(
         self, parts: tuple[Tensor, ...], gates: Sequence[Tensor], state: Tensor

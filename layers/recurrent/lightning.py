@@ -71,10 +71,12 @@ class LightningAttention(RecurrentMixer):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share = WHOLE,
+        longest: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         (q, k, v), (decay, zeros) = parts, self._by_head(parts[0], share)
         steps = zeros.expand(len(v), -1)
-        return ssd(v, steps, k, q, decay, zeros, zeros, dt_limit=STEP, cu_seqlens=documents, state=state)
+        options = {"cu_seqlens": documents, "state": state, "longest": longest}
+        return ssd(v, steps, k, q, decay, zeros, zeros, dt_limit=STEP, **options)
 
     def step(
         self, parts: tuple[Tensor, ...], gates: Sequence[Tensor], state: Tensor

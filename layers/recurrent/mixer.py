@@ -65,6 +65,7 @@ class RecurrentMixer(nn.Module):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share = WHOLE,
+        longest: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [T, heads, head_dim], and the state after each document.
 
@@ -74,6 +75,7 @@ class RecurrentMixer(nn.Module):
             documents: [n + 1], boundaries of the documents; None for one.
             state: [n, *state_shape], initial states; None for zeros.
             share: (index, count): parts and gates hold this share of the heads.
+            longest: no document has more tokens; None if only the device knows.
         """
         return parts[0], None
 
@@ -100,12 +102,12 @@ class RecurrentMixer(nn.Module):
 
     def saved_by_segments(self, longest: int) -> tuple[int, int]:
         """Bytes per token, kept and in the backward pass, that documents of `longest` tokens save by segments
-        longer than `SEGMENT`.
+        longer than `SEGMENT`, or as they have one segment each.
         """
         if self.state_shape is None or self.transfers is None:
             return 0, 0
         heads, rows, columns = self.state_shape
-        share = 1 - SEGMENT / tokens_of_segment(longest, most_segments(heads))
+        share = 1 - (longest > SEGMENT) * SEGMENT / tokens_of_segment(longest, most_segments(heads))
         numbers, matrices = heads * rows * columns, self.transfers == "matrices"
         kept, needed = numbers + matrices * heads * rows * rows, numbers * (1 if matrices else 2)
         return int(4 * kept * share / SEGMENT), int(4 * needed * share / SEGMENT)
@@ -128,7 +130,7 @@ class RecurrentMixer(nn.Module):
         if sequences.slice is not None:
             return self._exchange(channels, gates, sequences.slice, documents)
         parts = self.conv1d(channels, documents.boundaries(), documents.bounds())
-        return self.scan(parts, gates, documents.boundaries(), None)[0]
+        return self.scan(parts, gates, documents.boundaries(), None, longest=documents.max_seqlen)[0]
 
     def own_share(self, share: Share, *by_head: Tensor) -> tuple[Tensor, ...]:
         """This share of parameters with one row per head."""
@@ -148,7 +150,8 @@ class RecurrentMixer(nn.Module):
         channels, *received = rows.split(sizes, dim=-1)
         gates = [new.unflatten(-1, (-1, *old.shape[2:])) for new, old in zip(received, gates, strict=True)]
         own = self.conv1d(channels, None, documents.bounds(), share=share)
-        return slice.to_tokens(self.scan(own, gates, documents.boundaries(), None, share)[0])
+        longest = documents.max_seqlen
+        return slice.to_tokens(self.scan(own, gates, documents.boundaries(), None, share, longest)[0])
 
     def _branches(self, operands: list[Tensor], documents: Tensor, states: States | None) -> Any:
         channels, *gates = operands

@@ -105,9 +105,10 @@ class SelectiveScan(RecurrentMixer):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share = WHOLE,
+        longest: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         x = carry_recipe(_flat(parts[0]), _flat, parts[0], late=True, deep=True)
-        return self._scan(x, *self._selected(x), documents, state, share)
+        return self._scan(x, *self._selected(x), documents, state, share, longest)
 
     def _scan(
         self,
@@ -118,9 +119,11 @@ class SelectiveScan(RecurrentMixer):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share,
+        longest: int | None,
     ) -> tuple[Tensor, Tensor]:
         rates, residual, bias = self.own_share(share, self.A_log, self.D, self.dt_bias)
-        y, final = selective_scan(x, dt, rates, b, c, residual, bias, cu_seqlens=documents, state=state)
+        options = {"cu_seqlens": documents, "state": state, "longest": longest}
+        y, final = selective_scan(x, dt, rates, b, c, residual, bias, **options)
         return y.unsqueeze(-1), final
 
     def step(
@@ -143,7 +146,8 @@ class SelectiveScan(RecurrentMixer):
         x = carry_recipe(_flat(convolved), _flat, convolved, late=True, deep=True)
         dt, b, c = self._selected(_flat(slice.to_tokens(convolved)))
         b, c = slice.gathered(torch.cat([b, c], dim=-1)).chunk(2, dim=-1)
-        y, _ = self._scan(x, slice.dealt(dt.unsqueeze(-1)), b, c, documents.boundaries(), None, share)
+        packed = documents.boundaries(), None, share, documents.max_seqlen
+        y, _ = self._scan(x, slice.dealt(dt.unsqueeze(-1)), b, c, *packed)
         return slice.to_tokens(y)
 
     @property

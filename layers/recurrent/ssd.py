@@ -94,10 +94,12 @@ class SSD(RecurrentMixer):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share = WHOLE,
+        longest: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         (x, b, c), (dt,) = parts, gates
         by_head = self.own_share(share, self.A_log, self.D, self.dt_bias)
-        return ssd(x, dt, b, c, *by_head, dt_limit=self.spec.dt_limit, cu_seqlens=documents, state=state)
+        options = {"cu_seqlens": documents, "state": state, "longest": longest}
+        return ssd(x, dt, b, c, *by_head, dt_limit=self.spec.dt_limit, **options)
 
     def step(
         self, parts: tuple[Tensor, ...], gates: Sequence[Tensor], state: Tensor

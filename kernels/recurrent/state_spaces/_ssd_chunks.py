@@ -32,6 +32,8 @@ through slices of the heads, one after another, whose S and dS' take no more mem
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,9 +72,7 @@ from liger_models.kernels.recurrent.state_spaces._ssd_states import (
     Operands,
     block_of_channels,
     boundary_states,
-    launch_options,
     pass_states,
-    pass_tiles,
     tiles_to_copy,
     with_gradients,
 )
@@ -92,7 +92,7 @@ class SSD(torch.autograd.Function):
         ctx.table, ctx.limit = table, (dt_limit[0], float("inf") if dt_limit[1] is None else dt_limit[1])
         ctx.place = place_of(dt)
         ctx.set_materialize_grads(False)
-        documents = len(table.first_segments)
+        documents = table.first_segments.shape[0]
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         final = torch.empty(documents, *x.shape[1:], B.shape[2], dtype=torch.float32, device=x.device)
         with on_device_of(x):
@@ -212,7 +212,7 @@ def _run(own: Operands, table: ChunkTable, y: Tensor, final: Tensor) -> Boundari
         scores,
         y,
         final,
-        *pass_tiles((own.x,), (own.B, own.C)),
+        *(own.pass_tiles[0], *own.pass_tiles[2:]),
         *own.strides,
         tokens,
         heads,
@@ -220,7 +220,7 @@ def _run(own: Operands, table: ChunkTable, y: Tensor, final: Tensor) -> Boundari
         BLOCK_P=TILE,
         BLOCK_N=block_of_channels(N),
         **own.sizes,
-        **launch_options("states", own),
+        **own.options["states"],
     )
     return between
 
@@ -244,18 +244,18 @@ def _operand_grads(
     count = _slices(x, own.B, chunks)
     held, shared = heads // count, heads // max(count, groups)  # heads of a slice, and of a group in it
     parts = _parts(shared, chunks * held // shared, x)
-    partial, (to_B, to_C) = None, (dB, dC)
+    sums_of_parts, (to_B, to_C) = None, (dB, dC)
     if parts > 1 or count > groups:
-        partial = torch.empty(2, parts, tokens, groups, N, dtype=torch.float32, device=x.device)
-        to_B, to_C = partial
+        sums_of_parts = torch.empty(2, parts, tokens, groups, N, dtype=torch.float32, device=x.device)
+        to_B, to_C = sums_of_parts
     states = torch.empty(2, chunks, held, width, N, dtype=x.dtype, device=x.device)
     boundaries = None if between is None else with_gradients(own, table, between)
+    write = _chunk_grads(own, table, (states, dx, to_B, to_C, dgates, sums), held, shared, parts)
     for first in range(0, heads, held):
         pass_states(own, table, boundaries, None, states, dstate, first, directions=2)
-        tensors = states, dx, to_B, to_C, dgates, sums
-        _chunk_grads(own, table, tensors, first, held, shared, parts)
-    if partial is not None:
-        for whole, some in zip((dB, dC), partial, strict=True):
+        write(first)
+    if sums_of_parts is not None:
+        for whole, some in zip((dB, dC), sums_of_parts, strict=True):
             whole.copy_(some[0] if parts == 1 else some.sum(0))
 
 
@@ -263,58 +263,73 @@ def _chunk_grads(
     own: Operands,
     table: ChunkTable,
     tensors: tuple[Any, ...],
-    first: int,
     held: int,
     shared: int,
     parts: int,
-) -> None:
-    """Write what `_operand_grads` does, for `held` heads from `first` on, `shared` of each group."""
+) -> Callable[[int], None]:
+    """Return a function that writes what `_operand_grads` does, for `held` heads from the given one on,
+    `shared` of each group.
+    """
     states, dx, to_B, to_C, dgates, sums = tensors
     dy, (tokens, heads), (groups, N) = own.dy, own.x.shape[:2], own.B.shape[1:]
     assert dy is not None
     chunks = table.ranges.shape[1]
-    strides, numbers = (*own.strides, dy.stride(0)), (tokens, heads, chunks, first, held)
-    sizes = {**own.sizes, "BLOCK_P": TILE, "BLOCK_N": block_of_channels(N)}
+    strides, numbers = (*own.strides, dy.stride(0)), (tokens, heads, chunks)
+    sizes = {**own.sizes, "BLOCK_P": TILE, "BLOCK_N": block_of_channels(N), "held": held}
     # Data-centre Blackwell's tensor memory is too small for products with all of 256 channels.
     tensor_memory = gpu_of(own.x).capability[0] == 10
     columns = min(sizes["BLOCK_N"], 128 if tensor_memory else 256)
-    group_grads_kernel[(chunks, held // shared * parts, ceil_div(N, columns))](
+    group = partial(
+        group_grads_kernel[(chunks, held // shared * parts, ceil_div(N, columns))],
         *(own.x, own.B, own.C, dy, own.gates, table.ranges),
         *(states, to_B, to_C),
         *(*strides, to_B.stride(-3), *numbers),
         SHARED=shared,
         PARTS=parts,
-        ADD=first % (heads // groups) > 0,
         **sizes | {"BLOCK_N": columns},
-        **launch_options("group", own),
+        **own.options["group"],
     )
+    of_heads = []
     tiles = tiles_to_copy(own.x, own.B, own.C, dy, states.view(-1, 1, N))
     tiled = None not in tiles
     if tiled:
         together = math.gcd(shared, _TOGETHER)
-        tiled_head_grads_kernel[(chunks * held // together,)](
+        tiled_head = partial(
+            tiled_head_grads_kernel[(chunks * held // together,)],
             *(own.D, own.gates, table.ranges, dx, dgates, sums),
             *(*tiles, dx.stride(0), *numbers),
             **sizes | {"BLOCK_N": TILE, "SHARED": together},
             num_warps=4,
         )
-    count = len(table.first_segments) if tiled else chunks
-    head_grads_kernel[(count * held,)](
-        *(own.x, own.B, own.C, own.D, dy, own.gates),
-        *(table.ranges, table.cu_seqlens, table.segments, table.first_segments),
-        *(states, dx, dgates, sums),
-        *(*strides, dx.stride(0), *numbers, table.segments.shape[1]),
-        **sizes | _head_tile(own),
-        TENSOR_MEMORY=tensor_memory,
-        LAST=tiled,
-        SEGMENT=table.segment,
-        MOST=table.most,
-    )
+        of_heads.append(tiled_head)
+    if not (tiled and table.full):
+        count = table.first_segments.shape[0] if tiled else chunks
+        head = partial(
+            head_grads_kernel[(count * held,)],
+            *(own.x, own.B, own.C, own.D, dy, own.gates),
+            *(table.ranges, table.cu_seqlens, table.segments, table.first_segments),
+            *(states, dx, dgates, sums),
+            *(*strides, dx.stride(0), *numbers),
+            segment_count=table.segments.shape[1],
+            **sizes | _head_tile(own),
+            TENSOR_MEMORY=tensor_memory,
+            LAST=tiled,
+            SEGMENT=table.segment,
+            MOST=table.most,
+        )
+        of_heads.append(head)
+
+    def write(first: int) -> None:
+        group(first_head=first, ADD=first % (heads // groups) > 0)
+        for launch in of_heads:
+            launch(first_head=first)
+
+    return write
 
 
 def _head_tile(own: Operands) -> dict[str, int]:
     """Columns, channels and launch options of a tile of `head_grads_kernel`."""
-    block, options = block_of_channels(own.B.shape[2]), launch_options("head", own)
+    block, options = block_of_channels(own.B.shape[2]), own.options["head"]
     if gpu_of(own.x).family in ("a100", "desktop") and own.x.element_size() == 2:
         # ptxas spills two tiles of columns, which are unrolled, and wide ones of states: up to 16 KB a thread
         columns = 2 * TILE if own.x.shape[2] > TILE else TILE

@@ -8,7 +8,9 @@ segment is the state before it times one factor, plus the segment's own.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +27,10 @@ TILE = 64  # rows of a state per tile
 _SETTINGS = {"states": (4, 2), "pass": (8, 3), "group": (8, 3), "head": (4, 1)}
 
 
-class Operands(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """A pass's operands, and what all of its launches have in common, which is found once."""
+
     x: Tensor  # [T, heads, P]
     B: Tensor  # [T, groups, N]
     C: Tensor
@@ -35,7 +40,7 @@ class Operands(NamedTuple):
     dy: Tensor | None = None
     dfinal: Tensor | None = None
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, Any]:
         """Constants of the kernels."""
         heads, width = self.x.shape[1:]
@@ -46,9 +51,36 @@ class Operands(NamedTuple):
             "PRECISION": product_precision(self.x.dtype),
         }
 
-    @property
+    @cached_property
     def strides(self) -> tuple[int, int, int]:
         return self.x.stride(0), self.B.stride(0), self.C.stride(0)
+
+    @cached_property
+    def pass_tiles(self) -> list[Any]:
+        """`tiles_to_copy` for the passes of states: of some columns of x and dy, and all channels of B and C.
+        Without dy, x takes its place.
+        """
+        values = (self.x,) if self.dy is None else (self.x, self.dy)
+        of_values = tiles_to_copy(*values)
+        tiles = [of_values[0], of_values[-1], *tiles_to_copy(self.B, self.C, columns=None)]
+        return [None] * len(tiles) if None in tiles else tiles
+
+    @cached_property
+    def options(self) -> dict[str, dict[str, int]]:
+        """Launch options of each kernel. States wider than 128, and GPUs with less shared memory than an
+        A100, leave no room to load ahead.
+        """
+        room, N = shared_memory(self.x), self.B.shape[2]
+        chosen = {}
+        for kernel, (warps, stages) in _SETTINGS.items():
+            if N > 128 and kernel != "pass":
+                warps, stages = 8, 1
+            if kernel == "group":  # which loads all tiles of a head ahead
+                tiles = ceil_div(self.x.shape[2], TILE)
+                ahead = 2 * tiles * TILE * (CHUNK + block_of_channels(N)) * self.x.element_size()
+                stages = max(min(stages, room // ahead), 1)
+            chosen[kernel] = {"num_warps": warps, "num_stages": stages if room >= 160 * 1024 else 1}
+        return chosen
 
 
 def boundary_states(own: Operands, table: ChunkTable) -> Boundaries | None:
@@ -95,9 +127,10 @@ def pass_states(
     count = table.segments.shape[1]
     held = heads if states is None else states.shape[2]
     block = min(block_of_channels(N), 128)
-    tiles, options = pass_tiles((own.x, dy), (own.B, own.C)), launch_options("pass", own)
+    tiles, options = own.pass_tiles, own.options["pass"]
     if states is None and None not in tiles:
-        options["maxnreg"] = 80  # then three programs fit on a multiprocessor, which hold all segments
+        # Then three programs fit on a multiprocessor, which hold all segments.
+        options = options | {"maxnreg": 80}
     pass_kernel[(directions * ceil_div(width, TILE) * ceil_div(N, block), held, count)](
         own.x,
         own.B,
@@ -153,33 +186,13 @@ def _join(boundaries: Tensor, transfers: Tensor, table: ChunkTable, *, back: boo
     )
 
 
-def pass_tiles(values: tuple[Tensor, ...], channels: tuple[Tensor, ...]) -> list[Any]:
-    """`tiles_to_copy` for the passes of states: of some columns of values, and of all channels."""
-    tiles = [*tiles_to_copy(*values), *tiles_to_copy(*channels, columns=None)]
-    return [None] * len(tiles) if None in tiles else tiles
-
-
 def tiles_to_copy(*operands: Tensor, columns: int | None = TILE) -> list[Any]:
     """Descriptors with which Hopper's copy engine fetches tiles of operands [T, heads, D] without registers;
     None for each elsewhere, without tokens, and where states wider than 128 leave no room.
     """
-    if gpu_of(operands[0]).capability[0] != 9 or operands[-1].shape[2] > 128 or not len(operands[0]):
+    if gpu_of(operands[0]).capability[0] != 9 or operands[-1].shape[2] > 128 or not operands[0].shape[0]:
         return [None] * len(operands)
     return rows_to_copy(CHUNK, *operands, columns=columns)
-
-
-def launch_options(kernel: str, own: Operands) -> dict[str, int]:
-    """Launch options. States wider than 128, and GPUs with less shared memory than an A100, leave no room to
-    load ahead.
-    """
-    warps, stages = _SETTINGS[kernel]
-    if own.B.shape[2] > 128 and kernel != "pass":
-        warps, stages = 8, 1
-    if kernel == "group":  # which loads all tiles of a head ahead
-        tiles, N = ceil_div(own.x.shape[2], TILE), block_of_channels(own.B.shape[2])
-        ahead = 2 * tiles * TILE * (CHUNK + N) * own.x.element_size()
-        stages = max(min(stages, shared_memory(own.x) // ahead), 1)
-    return {"num_warps": warps, "num_stages": stages if shared_memory(own.x) >= 160 * 1024 else 1}
 
 
 def block_of_channels(N: int) -> int:
