@@ -49,6 +49,7 @@ from liger_models.kernels.norms.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.optimizer.adamw import AdamWSettings, AdamWTensors, adamw
 from liger_models.kernels.optimizer.sum_of_squares import sum_of_squares
 from liger_models.kernels.quantised.decode_codes import decode_codes
+from liger_models.kernels.quantised.ternary import round_inputs, round_weights, weight_scales
 from liger_models.kernels.recurrent.channel_delta_rule import (
     channel_delta_rule,
     channel_delta_rule_step,
@@ -122,6 +123,8 @@ __all__ = [
     "rg_lru_step",
     "rms_norm",
     "rotary",
+    "round_inputs",
+    "round_weights",
     "route",
     "router_z_loss",
     "selective_scan",
@@ -139,5 +142,6 @@ __all__ = [
     "swiglu",
     "total_variation",
     "tree_ranges",
+    "weight_scales",
     "xielu",
 ]

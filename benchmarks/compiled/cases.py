@@ -134,6 +134,13 @@ def decoding_groups(rows, columns):
         kernels.decode_codes(codes, scale, (rows, columns), (1, 128), numbers, BF16, factor=factor)
 
 
+def ternary(width, outputs):
+    """With several parts of a weight, and in the dtype of autocast."""
+    for dtype, other in ((BF16, None), (F32, BF16)):
+        kernels.round_inputs(operand(TOKENS, width, dtype=dtype), other)
+        kernels.round_weights(operand(outputs, width, dtype=dtype), (outputs // 2, outputs // 2), other)
+
+
 def gated_norm(channels, group, gate_first=False, **options):
     weight = operand(channels if gate_first else group)
     x, gate = operand(TOKENS, channels), operand(TOKENS, channels)
@@ -363,6 +370,8 @@ CASES: dict[str, Callable[[], None]] = {
     "float8, 4096": lambda: float8(4096),
     "decoding, gpt-oss": lambda: decoding(5760, 2880),
     "decoding integers in groups": lambda: decoding_groups(4096, 4096),
+    "ternary, BitNet 2B": lambda: ternary(2560, 13824),
+    "ternary, 32768": lambda: ternary(32768, 4096),
     "norms, 2048": lambda: norms(2048),
     "norms, 4096": lambda: norms(4096),
     "norms, 8192": lambda: norms(8192),

@@ -3,23 +3,18 @@ al., 2024, arXiv:2402.17764, section 2).
 
     y = T(x) T(W)^T + b,   dx = dy T(W),   dW = dy^T T(x)        x [T, in], W [out, in]
 
-    T(W) = clip(round(W / m), -1, 1) * m                   m = mean |W|
-    T(x) = clip(round(x s), -128, 127) / s                 s = 127 / max |x|, of each row
+T is in kernels/quantised/ternary.py. Gradients pass through both roundings as if they were not there. Where
+several projections are packed, each has a mean of its own, as have the checkpoint's.
 
-Gradients pass through both roundings as if they were not there. m and the maxima are at least 1e-5. T is
-computed in float32, and rounded to the dtype of W or x, in the order of operations of transformers'
-`AutoBitLinear`. Where several projections are packed, each has a mean of its own, as have the checkpoint's.
-
-Saved for the backward pass are x (or its recipe) and W, as in a plain layer: T(x) and T(W) are made again,
-and exist during a product only. T takes float32 memory for a band of rows at a time; a mean, for its part of
-W.
+Saved for the backward pass are x (or its recipe) and W, as in a plain layer, and one scale for each mean:
+T(x) and T(W) are made again, and exist during a product only.
 
 Checkpoints may hold T(W) in place of W, packed (convert/quantised/bitnet.py). Then only inputs are rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.convert.errors import ConfigError
+from liger_models.kernels import round_inputs, round_weights, weight_scales
 from liger_models.kernels._dispatch import once_differentiable, without_autocast
 from liger_models.layers.projections.low_rank_plan import product_dtype
 from liger_models.layers.specs.ternary import TernarySpec
-
-SMALLEST = 1e-5  # of a mean or a maximum
-BAND = 1 << 23  # elements of a band: 32 MiB in float32
 
 
 def is_ternary(layer: Any) -> bool:
@@ -95,65 +88,12 @@ def plain_ternary_linear(
     return F.linear(y, w.to(dtype), None if bias is None else bias.to(dtype))
 
 
-@torch.no_grad()
-def round_inputs(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """T(x) of x [..., in], in `dtype` or that of x."""
-    rows = x.reshape(-1, x.shape[-1])
-    out = torch.empty(rows.shape, dtype=dtype or x.dtype, device=x.device)
-    for band in _bands(rows):
-        narrow = _at_most_float32(rows[band])
-        low, high = torch.aminmax(narrow, dim=-1, keepdim=True)
-        scale = 127 / torch.maximum(high, -low).float().clamp_(min=SMALLEST)
-        # None exceeds 127, which the scale makes of the largest.
-        _divide(torch.mul(narrow, scale).round_(), scale, out[band], x.dtype)
-    return out.view(x.shape)
-
-
-@torch.no_grad()
-def round_weights(weight: Tensor, heights: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """T(W) of W [out, in], in `dtype` or that of W; each of the `heights` rows has a mean of its own."""
-    parts = weight.split(list(heights))
-    scales = [1.0 / part.to(torch.float32, copy=True).abs_().mean().clamp_(min=SMALLEST) for part in parts]
-    out = torch.empty(weight.shape, dtype=dtype or weight.dtype, device=weight.device)
-    for part, scale, room in zip(parts, scales, out.split(list(heights)), strict=True):
-        scale = scale.view(1, 1)  # a number would not make the product float32
-        for band in _bands(part):
-            wide = torch.mul(_at_most_float32(part[band]), scale).round_().clamp_(-1, 1)
-            _divide(wide, scale, room[band], weight.dtype)
-    return out
-
-
-def _at_most_float32(band: Tensor) -> Tensor:
-    """The band in a dtype whose product with float32 is float32."""
-    return band.float() if band.dtype == torch.float64 else band
-
-
-def _divide(wide: Tensor, scale: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-    """Write wide / scale, rounded to `dtype`, to `out`, in one pass over memory where that is possible."""
-    if dtype in (out.dtype, torch.float32, torch.float64):
-        torch.div(wide, scale, out=out)
-    else:
-        out.copy_(wide.div_(scale).to(dtype))
-
-
 def rounded_bytes(layer: Any, itemsize: int) -> int:
-    """Bytes of T(W) during a product of a linear layer, or of the float32 copy for its mean, if that is
-    more.
-    """
+    """Bytes of T(W) during a product of a linear layer; |W|, for a mean, takes no more."""
     spec: TernarySpec | None = getattr(layer, "ternary", None)
     if spec is None or not spec.rounds_weights:
         return 0
-    return int(layer.in_features * max(itemsize * layer.out_features, 4 * max(layer.heights)))
-
-
-def band_bytes(elements: int) -> int:
-    """Bytes in float32 of a band of rows that are rounded, of so many elements."""
-    return 4 * min(BAND, elements)
-
-
-def _bands(matrix: Tensor) -> Iterator[slice]:
-    rows = max(1, BAND // max(1, matrix.shape[1]))
-    return (slice(start, start + rows) for start in range(0, len(matrix), rows))
+    return int(itemsize * layer.in_features * layer.out_features)
 
 
 class _Straight(torch.autograd.Function):
@@ -200,7 +140,8 @@ class _Product(torch.autograd.Function):
         ctx.of_bias = None if bias is None else bias.dtype
         with without_autocast(x):
             wide = None if bias is None else bias.to(operand.dtype)
-            return F.linear(round_inputs(x).to(operand.dtype), operand.of(weight), wide)
+            matrix, ctx.scales = operand.of(weight)
+            return F.linear(round_inputs(x, operand.dtype), matrix, wide)
 
     @staticmethod
     @once_differentiable
@@ -211,12 +152,12 @@ class _Product(torch.autograd.Function):
         dw = db = dx = None
         with without_autocast(dy):
             if want_weight:
-                dw = (dy.T @ round_inputs(x).to(operand.dtype)).to(of_weight)
+                dw = (dy.T @ round_inputs(x, operand.dtype)).to(of_weight)
             del x  # rebuilt from a recipe, it need not coexist with dx
             if want_bias:
                 db = dy.sum(0).to(ctx.of_bias)
             if want_x:
-                dx = (dy @ operand.of(weight)).to(of_x)
+                dx = (dy @ operand.of(weight, ctx.scales)[0]).to(of_x)
         return None, None, dx, dw, db, None
 
 
@@ -228,10 +169,14 @@ class _Operand(NamedTuple):
     dtype: torch.dtype
     dense: Callable[[Tensor], Tensor] | None
 
-    def of(self, weight: Tensor) -> Tensor:
-        """The operand [out, in], made of the weight."""
+    def of(
+        self, weight: Tensor, scales: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The operand [out, in], made of the weight, and the scales of its parts, unless they are given."""
         if self.dense is not None:
             weight = self.dense(weight)
-        if self.spec.rounds_weights:
-            return round_weights(weight, self.heights, self.dtype)
-        return weight.to(self.dtype)
+        if not self.spec.rounds_weights:
+            return weight.to(self.dtype), ()
+        if scales is None:
+            scales = weight_scales(weight, self.heights)
+        return round_weights(weight, self.heights, self.dtype, scales), scales

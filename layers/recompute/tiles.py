@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from liger_models.kernels import round_inputs, round_weights
 from liger_models.kernels._dispatch import ceil_div, once_differentiable
 from liger_models.kernels.losses._linear_chunks import add_product
+from liger_models.kernels.quantised.ternary import band_bytes
 from liger_models.layers.projections.float8 import runs_in_float8
 from liger_models.layers.projections.linear import project, unwrapped
 from liger_models.layers.projections.packed_linear import SplitProjections
-from liger_models.layers.projections.ternary import band_bytes, is_ternary, round_inputs, round_weights
+from liger_models.layers.projections.ternary import is_ternary
 from liger_models.layers.recompute.activation_memory import output_is_ours, recompute
 from liger_models.layers.specs.ternary import TernarySpec
 

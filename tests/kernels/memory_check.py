@@ -30,6 +30,8 @@ from liger_models.kernels import (
     gated_rms_norm,
     moe_experts,
     quantize,
+    round_inputs,
+    round_weights,
     ssd,
     sum_of_squares,
 )
@@ -68,6 +70,9 @@ def run_everything(device: str) -> None:
     embedding(torch.randint(9, (67,), device=device), weight).sum().backward()
     normalise_wide_groups(device)
     decode_bits(device)
+    for width in (37, 20_001):
+        round_inputs(torch.randn(5, width, device=device, dtype=torch.bfloat16))
+    round_weights(torch.randn(5, 37, device=device), (3, 2))
     exchange_rows(device)
 
 

@@ -171,6 +171,16 @@ def test_quantised_matrices():
     assert torch.equal(found.view(matrices, rows, columns)[-1:], last.view(1, rows, columns))
 
 
+def test_operands_rounded_to_8_bits_and_to_three_values():
+    rows, columns, last = 540_032, 4096, 256
+    assert rows * columns > 2**31
+    x = draw(rows, columns).detach()
+    assert torch.equal(kernels.round_inputs(x)[-last:], kernels.round_inputs(x[-last:].clone()))
+    scale = kernels.weight_scales(x[-last:], (last,))
+    found = kernels.round_weights(x, (rows,), scales=scale)
+    assert torch.equal(found[-last:], kernels.round_weights(x[-last:].clone(), (last,), scales=scale))
+
+
 def test_copies_in_float8():
     rows, columns, last = 540_032, 4096, 256
     assert rows * columns > 2**31
