@@ -42,6 +42,19 @@ class ChunkTable(NamedTuple):
     full: bool = False
 
 
+class ChunkTables:
+    """The tables of a batch's documents, each made once for all layers.
+
+    Attributes:
+        longest: no document has more tokens. Fewer launches suffice for documents that are known to be short.
+        made: the tables, by the number of tokens and `most_segments` of their heads.
+    """
+
+    def __init__(self, longest: int):
+        self.longest = longest
+        self.made: dict[tuple[int, int], ChunkTable] = {}
+
+
 def tokens_of_segment(length: int, most: int) -> int:
     """Tokens of a segment of a document of this length.
 
@@ -62,22 +75,34 @@ def chunk_table(
     tokens: int,
     device: torch.device,
     heads: int,
-    longest: int | None = None,
+    tables: ChunkTables | None = None,
 ) -> ChunkTable:
     """Compute the chunks and segments of documents in one kernel, without synchronising with the device.
 
     heads: of the states, each with a program of its own.
-    longest: no document has more tokens; None if only the device knows.
+    tables: of the same documents.
 
     Raises:
         ValueError: more segments than programs of a GPU's grid in this dimension.
     """
+    most = most_segments(heads)
+    if tables is None:
+        return _make_table(cu_seqlens, tokens, device, most, tokens)
+    found = tables.made.get((tokens, most))
+    if found is None:
+        found = _make_table(cu_seqlens, tokens, device, most, min(tables.longest, tokens))
+        tables.made[tokens, most] = found
+    return found
+
+
+def _make_table(
+    cu_seqlens: Tensor | None, tokens: int, device: torch.device, most: int, longest: int
+) -> ChunkTable:
+    """`chunk_table` for `most_segments` of the heads and documents of at most `longest` tokens."""
     if cu_seqlens is None:
         cu_seqlens = torch.arange(2, dtype=torch.int32, device=device) * tokens
     cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
-    most = most_segments(heads)
     documents = cu_seqlens.shape[0] - 1
-    longest = tokens if longest is None else min(longest, tokens)
     boundaries = max(tokens - 1, 0) // (tokens_of_segment(tokens, most) if documents == 1 else SEGMENT)
     boundaries = min(boundaries, documents * (max(longest - 1, 0) // SEGMENT))
     full = tokens == documents * longest and longest % CHUNK == 0  # then all documents are as long

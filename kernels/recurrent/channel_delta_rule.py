@@ -25,7 +25,7 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import as_once_differentiable, at_least_float32
 from liger_models.kernels.recurrent._channel_chunks import ChannelDeltaRule
-from liger_models.kernels.recurrent._chunk_table import chunk_table, use_chunks
+from liger_models.kernels.recurrent._chunk_table import ChunkTables, chunk_table, use_chunks
 from liger_models.kernels.recurrent._recurrence import L2_EPS, check_heads, delta_rule, delta_step
 
 
@@ -42,7 +42,7 @@ def channel_delta_rule(
     beta_scale: float = 1.0,
     cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
-    longest: int | None = None,
+    tables: ChunkTables | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The delta rule with a decay for each key channel, over packed documents.
 
@@ -58,8 +58,7 @@ def channel_delta_rule(
         beta_scale: 2.0 lets a state's eigenvalues be negative.
         cu_seqlens: [documents + 1] integers that rise from 0 to T; None for one document.
         state: [documents, heads, dk, dv] float32, the states to continue from; None for zeros.
-        longest: no document has more tokens; None if only the device knows. Short documents take fewer
-            launches.
+        tables: of the same documents, to find their chunks once for several calls; None: they are found here.
 
     Returns:
         o [T, heads, dv] in v's dtype, and the final state of every document, shaped as `state`; float64 for
@@ -73,7 +72,7 @@ def channel_delta_rule(
     """
     _check(q, k, v, f, b, A_log, dt_bias, lower_bound, cu_seqlens, state)
     if use_chunks(q, v, k, f, b, A_log, dt_bias, state):
-        table = chunk_table(cu_seqlens, q.shape[0], q.device, v.shape[1], longest)
+        table = chunk_table(cu_seqlens, q.shape[0], q.device, v.shape[1], tables)
         return ChannelDeltaRule.apply(
             q, k, v, f, b, A_log, dt_bias, state, table, lower_bound, beta_scale, L2_EPS
         )

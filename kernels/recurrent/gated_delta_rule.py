@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels._dispatch import as_once_differentiable, at_least_float32
-from liger_models.kernels.recurrent._chunk_table import chunk_table, use_chunks
+from liger_models.kernels.recurrent._chunk_table import ChunkTables, chunk_table, use_chunks
 from liger_models.kernels.recurrent._delta_chunks import GatedDeltaRule
 from liger_models.kernels.recurrent._recurrence import L2_EPS, check_heads, delta_rule, delta_step
 
@@ -41,7 +41,7 @@ def gated_delta_rule(
     beta_scale: float = 1.0,
     cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
-    longest: int | None = None,
+    tables: ChunkTables | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule over packed documents.
 
@@ -53,8 +53,7 @@ def gated_delta_rule(
         beta_scale: 2.0 lets a state's eigenvalues be negative (OLMo-hybrid).
         cu_seqlens: [documents + 1] integers that rise from 0 to T; None for one document.
         state: [documents, value_heads, dk, dv] float32, the states to continue from; None for zeros.
-        longest: no document has more tokens; None if only the device knows. Short documents take fewer
-            launches.
+        tables: of the same documents, to find their chunks once for several calls; None: they are found here.
 
     Returns:
         o [T, value_heads, dv] in v's dtype, and the final state of every document, as `state`; float64 for
@@ -67,7 +66,7 @@ def gated_delta_rule(
     """
     _check(q, k, v, a, b, A_log, dt_bias, cu_seqlens, state)
     if use_chunks(q, v, k, a, b, A_log, dt_bias, state):
-        table = chunk_table(cu_seqlens, q.shape[0], q.device, v.shape[1], longest)
+        table = chunk_table(cu_seqlens, q.shape[0], q.device, v.shape[1], tables)
         return GatedDeltaRule.apply(q, k, v, a, b, A_log, dt_bias, state, table, beta_scale, L2_EPS)
     return as_once_differentiable(
         *gated_delta_rule_plain(q, k, v, a, b, A_log, dt_bias, beta_scale, cu_seqlens, state)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable, use_triton
 from liger_models.kernels.invariant.mode import is_batch_invariant
-from liger_models.kernels.recurrent._chunk_table import chunk_table
+from liger_models.kernels.recurrent._chunk_table import ChunkTables, chunk_table
 from liger_models.kernels.recurrent._prefix import Bounds, prefix
 from liger_models.kernels.recurrent._rg_lru_pieces import run, run_grads
 
@@ -50,6 +50,7 @@ def rg_lru(
     *,
     cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
+    tables: ChunkTables | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scan of the RG-LRU (De et al., 2024, arXiv:2402.19427, section 2.4) over packed documents.
 
@@ -61,6 +62,7 @@ def rg_lru(
         cu_seqlens: [documents + 1] integers that rise from 0 to T; None for one document.
         state: [documents, heads * width + 1] float32, what the documents continue: the state of every
             channel, and 1; or 0 for a document without tokens so far, which begins here. None if all begin.
+        tables: of the same documents, to find their chunks once for several calls; None: they are found here.
 
     Returns:
         h [T, heads, width] in x's dtype, and the final state of every document, as `state`; float64 for
@@ -71,7 +73,7 @@ def rg_lru(
         TypeError: x is not floating point.
     """
     _check(x, gates, bias, decay, cu_seqlens, state)
-    return _RGLRU.apply(x, gates, bias, decay, state, cu_seqlens)
+    return _RGLRU.apply(x, gates, bias, decay, state, cu_seqlens, tables)
 
 
 def rg_lru_plain(
@@ -121,15 +123,16 @@ def rg_lru_step(
 class _RGLRU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> tuple[Tensor, Tensor]:
-        *tensors, cu_seqlens = operands
+        *own, tables = operands
+        *tensors, cu_seqlens = own
         ctx.table = starts = None
         if use_triton(*tensors):
-            ctx.table = chunk_table(cu_seqlens, len(tensors[0]), tensors[0].device, 1)
+            ctx.table = chunk_table(cu_seqlens, len(tensors[0]), tensors[0].device, 1, tables)
             with_table: list[Any] = [*tensors, ctx.table]
             h, final, starts = run(*with_table)
         else:
-            h, final = rg_lru_plain(*operands)
-        ctx.save_for_backward(*operands, starts)
+            h, final = rg_lru_plain(*own)
+        ctx.save_for_backward(*own, starts)
         return h, final
 
     @staticmethod
@@ -140,7 +143,7 @@ class _RGLRU(torch.autograd.Function):
         places = (cu_seqlens,) if ctx.table is None else (ctx.table, starts)
         found = compute(*tensors, *places, dh, dfinal)
         given = zip(found, tensors, strict=True)
-        return *(None if one is None else gradient.to(one.dtype) for gradient, one in given), None
+        return *(None if one is None else gradient.to(one.dtype) for gradient, one in given), None, None
 
 
 def _plain_grads(

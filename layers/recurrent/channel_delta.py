@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import channel_delta_rule, channel_delta_rule_step
-from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT
+from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT, ChunkTables
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
@@ -77,12 +77,12 @@ class ChannelDelta(RecurrentMixer):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share = WHOLE,
-        longest: int | None = None,
+        tables: ChunkTables | None = None,
     ) -> tuple[Tensor, Tensor]:
         (q, k, v), (f, b) = parts, gates
         by_head = self.own_share(share, *self._by_head())
         bound = self.spec.lower_bound
-        options = {"cu_seqlens": documents, "state": state, "longest": longest}
+        options = {"cu_seqlens": documents, "state": state, "tables": tables}
         return channel_delta_rule(q, k, v, f, b, *by_head, lower_bound=bound, **options)
 
     def step(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import gated_delta_rule, gated_delta_rule_step
 from liger_models.kernels._dispatch import ceil_div
-from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT
+from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT, ChunkTables
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
@@ -103,11 +103,11 @@ class GatedDelta(RecurrentMixer):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share = WHOLE,
-        longest: int | None = None,
+        tables: ChunkTables | None = None,
     ) -> tuple[Tensor, Tensor]:
         (q, k, v), (a, b) = parts, gates
         by_head, scale = self.own_share(share, self.A_log, self.dt_bias), self.spec.beta_scale
-        options = {"cu_seqlens": documents, "state": state, "longest": longest}
+        options = {"cu_seqlens": documents, "state": state, "tables": tables}
         return gated_delta_rule(q, k, v, a, b, *by_head, beta_scale=scale, **options)
 
     def step(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import ssd, ssd_step
 from liger_models.kernels._constants import cached_tensors
-from liger_models.kernels.recurrent._chunk_table import SEGMENT
+from liger_models.kernels.recurrent._chunk_table import SEGMENT, ChunkTables
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.projections.linear import Linear
@@ -71,11 +71,11 @@ class LightningAttention(RecurrentMixer):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share = WHOLE,
-        longest: int | None = None,
+        tables: ChunkTables | None = None,
     ) -> tuple[Tensor, Tensor]:
         (q, k, v), (decay, zeros) = parts, self._by_head(parts[0], share)
         steps = zeros.expand(len(v), -1)
-        options = {"cu_seqlens": documents, "state": state, "longest": longest}
+        options = {"cu_seqlens": documents, "state": state, "tables": tables}
         return ssd(v, steps, k, q, decay, zeros, zeros, dt_limit=STEP, **options)
 
     def step(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import document_bounds
 from liger_models.kernels._split_columns import split_columns
-from liger_models.kernels.recurrent._chunk_table import SEGMENT, most_segments, tokens_of_segment
+from liger_models.kernels.recurrent._chunk_table import SEGMENT, ChunkTables, most_segments, tokens_of_segment
 from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory
 from liger_models.layers.recurrent.branches import States, over_branches
 from liger_models.layers.recurrent.passed import over_ranks
@@ -65,7 +65,7 @@ class RecurrentMixer(nn.Module):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share = WHOLE,
-        longest: int | None = None,
+        tables: ChunkTables | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [T, heads, head_dim], and the state after each document.
 
@@ -75,7 +75,7 @@ class RecurrentMixer(nn.Module):
             documents: [n + 1], boundaries of the documents; None for one.
             state: [n, *state_shape], initial states; None for zeros.
             share: (index, count): parts and gates hold this share of the heads.
-            longest: no document has more tokens; None if only the device knows.
+            tables: of chunks of the same documents.
         """
         return parts[0], None
 
@@ -130,7 +130,7 @@ class RecurrentMixer(nn.Module):
         if sequences.slice is not None:
             return self._exchange(channels, gates, sequences.slice, documents)
         parts = self.conv1d(channels, documents.boundaries(), documents.bounds())
-        return self.scan(parts, gates, documents.boundaries(), None, longest=documents.max_seqlen)[0]
+        return self.scan(parts, gates, documents.boundaries(), None, tables=documents.chunk_tables())[0]
 
     def own_share(self, share: Share, *by_head: Tensor) -> tuple[Tensor, ...]:
         """This share of parameters with one row per head."""
@@ -150,8 +150,8 @@ class RecurrentMixer(nn.Module):
         channels, *received = rows.split(sizes, dim=-1)
         gates = [new.unflatten(-1, (-1, *old.shape[2:])) for new, old in zip(received, gates, strict=True)]
         own = self.conv1d(channels, None, documents.bounds(), share=share)
-        longest = documents.max_seqlen
-        return slice.to_tokens(self.scan(own, gates, documents.boundaries(), None, share, longest)[0])
+        packed = documents.boundaries(), None, share, documents.chunk_tables()
+        return slice.to_tokens(self.scan(own, gates, *packed)[0])
 
     def _branches(self, operands: list[Tensor], documents: Tensor, states: States | None) -> Any:
         channels, *gates = operands

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import rg_lru, rg_lru_step
+from liger_models.kernels.recurrent._chunk_table import ChunkTables
 from liger_models.kernels.recurrent._rg_lru_pieces import GROUP_OF_GRADS, PIECE
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.parts.mlp import gated_product
@@ -87,9 +88,10 @@ class RGLRU(RecurrentMixer):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share = WHOLE,
+        tables: ChunkTables | None = None,
     ) -> tuple[Tensor, Tensor]:
         u, logits, bias, decay = self._operands(parts[0], share)
-        return rg_lru(u, logits, bias, decay, cu_seqlens=documents, state=state)
+        return rg_lru(u, logits, bias, decay, cu_seqlens=documents, state=state, tables=tables)
 
     def step(
         self, parts: tuple[Tensor, ...], gates: Sequence[Tensor], state: Tensor

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import rms_norm, selective_scan, selective_scan_step, swiglu
+from liger_models.kernels.recurrent._chunk_table import ChunkTables
 from liger_models.kernels.recurrent.state_spaces._selective_pieces import BYTES_IN_BACKWARD, SLAB
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.parts.norm import LigerRMSNorm
@@ -105,10 +106,10 @@ class SelectiveScan(RecurrentMixer):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share = WHOLE,
-        longest: int | None = None,
+        tables: ChunkTables | None = None,
     ) -> tuple[Tensor, Tensor]:
         x = carry_recipe(_flat(parts[0]), _flat, parts[0], late=True, deep=True)
-        return self._scan(x, *self._selected(x), documents, state, share, longest)
+        return self._scan(x, *self._selected(x), documents, state, share, tables)
 
     def _scan(
         self,
@@ -119,10 +120,10 @@ class SelectiveScan(RecurrentMixer):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share,
-        longest: int | None,
+        tables: ChunkTables | None,
     ) -> tuple[Tensor, Tensor]:
         rates, residual, bias = self.own_share(share, self.A_log, self.D, self.dt_bias)
-        options = {"cu_seqlens": documents, "state": state, "longest": longest}
+        options = {"cu_seqlens": documents, "state": state, "tables": tables}
         y, final = selective_scan(x, dt, rates, b, c, residual, bias, **options)
         return y.unsqueeze(-1), final
 
@@ -146,7 +147,7 @@ class SelectiveScan(RecurrentMixer):
         x = carry_recipe(_flat(convolved), _flat, convolved, late=True, deep=True)
         dt, b, c = self._selected(_flat(slice.to_tokens(convolved)))
         b, c = slice.gathered(torch.cat([b, c], dim=-1)).chunk(2, dim=-1)
-        packed = documents.boundaries(), None, share, documents.max_seqlen
+        packed = documents.boundaries(), None, share, documents.chunk_tables()
         y, _ = self._scan(x, slice.dealt(dt.unsqueeze(-1)), b, c, *packed)
         return slice.to_tokens(y)
 

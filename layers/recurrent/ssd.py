@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import ssd, ssd_step, swiglu
 from liger_models.kernels._dispatch import ceil_div
-from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT
+from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT, ChunkTables
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear, project_scaled
 from liger_models.layers.recompute.activation_memory import ActivationMemory, carry_recipe
@@ -94,11 +94,11 @@ class SSD(RecurrentMixer):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share = WHOLE,
-        longest: int | None = None,
+        tables: ChunkTables | None = None,
     ) -> tuple[Tensor, Tensor]:
         (x, b, c), (dt,) = parts, gates
         by_head = self.own_share(share, self.A_log, self.D, self.dt_bias)
-        options = {"cu_seqlens": documents, "state": state, "longest": longest}
+        options = {"cu_seqlens": documents, "state": state, "tables": tables}
         return ssd(x, dt, b, c, *by_head, dt_limit=self.spec.dt_limit, **options)
 
     def step(

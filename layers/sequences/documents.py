@@ -12,6 +12,7 @@ from torch import Tensor
 from liger_models.convert.errors import DataError
 from liger_models.kernels import document_bounds
 from liger_models.kernels._copies import to_device
+from liger_models.kernels.recurrent._chunk_table import ChunkTables
 from liger_models.layers.sequences.part import Part
 from liger_models.layers.sequences.tree import Tree
 
@@ -143,6 +144,12 @@ class Documents(Part):
         if self.is_single:
             return None
         return self._once("bounds", lambda: document_bounds(self.boundaries(), self.num_tokens))
+
+    def chunk_tables(self) -> ChunkTables | None:
+        """The tables of chunks for recurrent layers' kernels, which torch.compile does not run."""
+        if torch.compiler.is_compiling():
+            return None
+        return self._once("chunk tables", lambda: ChunkTables(self.max_seqlen))
 
     def chunks(self, size: int) -> Documents:
         """The same tokens as shorter documents: each document cut into pieces of `size` tokens, the last of

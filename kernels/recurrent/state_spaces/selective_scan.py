@@ -35,7 +35,7 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable, use_triton
 from liger_models.kernels.invariant.mode import is_batch_invariant
-from liger_models.kernels.recurrent._chunk_table import chunk_table
+from liger_models.kernels.recurrent._chunk_table import ChunkTables, chunk_table
 from liger_models.kernels.recurrent._prefix import Bounds, prefix
 from liger_models.kernels.recurrent.state_spaces._selective_pieces import run, run_grads
 
@@ -53,7 +53,7 @@ def selective_scan(
     *,
     cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
-    longest: int | None = None,
+    tables: ChunkTables | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scan of Mamba (Gu and Dao, 2023, arXiv:2312.00752) over packed documents.
 
@@ -65,8 +65,7 @@ def selective_scan(
         D, dt_bias: [d].
         cu_seqlens: [documents + 1] integers that rise from 0 to T; None for one document.
         state: [documents, d, N] float32, initial states; None for zeros.
-        longest: no document has more tokens; None if only the device knows. Short documents take fewer
-            launches.
+        tables: of the same documents, to find their chunks once for several calls; None: they are found here.
 
     Returns:
         y [T, d] in x's dtype, and the final state of every document, as `state`; float64 for float64
@@ -77,7 +76,7 @@ def selective_scan(
         TypeError: x is not floating point.
     """
     _check(x, dt, A_log, B, C, (D, dt_bias), cu_seqlens, state)
-    return _SelectiveScan.apply(x, dt, A_log, B, C, D, dt_bias, state, cu_seqlens, longest)
+    return _SelectiveScan.apply(x, dt, A_log, B, C, D, dt_bias, state, cu_seqlens, tables)
 
 
 def selective_scan_plain(
@@ -143,11 +142,11 @@ def selective_scan_step(
 class _SelectiveScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> tuple[Tensor, Tensor]:
-        *tensors, cu_seqlens, longest = operands
+        *tensors, cu_seqlens, tables = operands
         ctx.save_for_backward(*tensors, cu_seqlens)
         ctx.table = None
         if use_triton(*tensors):
-            ctx.table = chunk_table(cu_seqlens, len(tensors[0]), tensors[0].device, 1, longest)
+            ctx.table = chunk_table(cu_seqlens, len(tensors[0]), tensors[0].device, 1, tables)
             with_table: list[Any] = [*tensors, ctx.table]
             return run(*with_table)
         return selective_scan_plain(*tensors, cu_seqlens)

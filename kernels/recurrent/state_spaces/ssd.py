@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable
-from liger_models.kernels.recurrent._chunk_table import CHUNK, chunk_table, use_chunks
+from liger_models.kernels.recurrent._chunk_table import CHUNK, ChunkTables, chunk_table, use_chunks
 from liger_models.kernels.recurrent.state_spaces._ssd_chunks import SSD, WIDEST
 
 NO_LIMIT = (0.0, None)
@@ -46,7 +46,7 @@ def ssd(
     dt_limit: Limit = NO_LIMIT,
     cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
-    longest: int | None = None,
+    tables: ChunkTables | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scan of Mamba 2 (Dao and Gu, 2024, arXiv:2405.21060) over packed documents.
 
@@ -58,8 +58,7 @@ def ssd(
         dt_limit: bounds of the step after softplus; None for no upper one.
         cu_seqlens: [documents + 1] integers that rise from 0 to T; None for one document.
         state: [documents, heads, head_dim, N] float32, initial states; None for zeros.
-        longest: no document has more tokens; None if only the device knows. Short documents take fewer
-            launches.
+        tables: of the same documents, to find their chunks once for several calls; None: they are found here.
 
     Returns:
         y [T, heads, head_dim] in x's dtype, and the final state of every document, as `state`; float64 for
@@ -74,7 +73,7 @@ def ssd(
     """
     _check(x, dt, B, C, (A_log, D, dt_bias), cu_seqlens, state)
     if max(x.shape[2], B.shape[2]) <= WIDEST and use_chunks(x, B, dt, C, A_log, D, dt_bias, state):
-        table = chunk_table(cu_seqlens, x.shape[0], x.device, x.shape[1], longest)
+        table = chunk_table(cu_seqlens, x.shape[0], x.device, x.shape[1], tables)
         return SSD.apply(x, dt, B, C, A_log, D, dt_bias, state, table, dt_limit)
     return _PlainSSD.apply(x, dt, B, C, A_log, D, dt_bias, state, cu_seqlens, dt_limit)
 
