@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ class ChannelDelta(RecurrentMixer):
         (q, k, v), (f, b) = parts, gates
         by_head = self.own_share(share, *self._by_head())
         bound = self.spec.lower_bound
-        options = {"cu_seqlens": documents, "state": state, "tables": tables}
+        options: dict[str, Any] = {"cu_seqlens": documents, "state": state, "tables": tables}
         return channel_delta_rule(q, k, v, f, b, *by_head, lower_bound=bound, **options)
 
     def step(

@@ -13,6 +13,7 @@ convolution runs again in the backward pass. The states of chunks are never kept
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +108,7 @@ class GatedDelta(RecurrentMixer):
     ) -> tuple[Tensor, Tensor]:
         (q, k, v), (a, b) = parts, gates
         by_head, scale = self.own_share(share, self.A_log, self.dt_bias), self.spec.beta_scale
-        options = {"cu_seqlens": documents, "state": state, "tables": tables}
+        options: dict[str, Any] = {"cu_seqlens": documents, "state": state, "tables": tables}
         return gated_delta_rule(q, k, v, a, b, *by_head, beta_scale=scale, **options)
 
     def step(

@@ -14,6 +14,7 @@ activation runs again in the backward pass. The states of chunks are never kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ class LightningAttention(RecurrentMixer):
     ) -> tuple[Tensor, Tensor]:
         (q, k, v), (decay, zeros) = parts, self._by_head(parts[0], share)
         steps = zeros.expand(len(v), -1)
-        options = {"cu_seqlens": documents, "state": state, "tables": tables}
+        options: dict[str, Any] = {"cu_seqlens": documents, "state": state, "tables": tables}
         return ssd(v, steps, k, q, decay, zeros, zeros, dt_limit=STEP, **options)
 
     def step(

@@ -123,7 +123,7 @@ class SelectiveScan(RecurrentMixer):
         tables: ChunkTables | None,
     ) -> tuple[Tensor, Tensor]:
         rates, residual, bias = self.own_share(share, self.A_log, self.D, self.dt_bias)
-        options = {"cu_seqlens": documents, "state": state, "tables": tables}
+        options: dict[str, Any] = {"cu_seqlens": documents, "state": state, "tables": tables}
         y, final = selective_scan(x, dt, rates, b, c, residual, bias, **options)
         return y.unsqueeze(-1), final
 

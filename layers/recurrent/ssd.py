@@ -13,6 +13,7 @@ convolution runs again in the backward pass. The states of chunks are never kept
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +99,7 @@ class SSD(RecurrentMixer):
     ) -> tuple[Tensor, Tensor]:
         (x, b, c), (dt,) = parts, gates
         by_head = self.own_share(share, self.A_log, self.D, self.dt_bias)
-        options = {"cu_seqlens": documents, "state": state, "tables": tables}
+        options: dict[str, Any] = {"cu_seqlens": documents, "state": state, "tables": tables}
         return ssd(x, dt, b, c, *by_head, dt_limit=self.spec.dt_limit, **options)
 
     def step(

@@ -142,14 +142,15 @@ def selective_scan_step(
 class _SelectiveScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> tuple[Tensor, Tensor]:
-        *tensors, cu_seqlens, tables = operands
-        ctx.save_for_backward(*tensors, cu_seqlens)
+        *own, tables = operands
+        *tensors, cu_seqlens = own
+        ctx.save_for_backward(*own)
         ctx.table = None
         if use_triton(*tensors):
             ctx.table = chunk_table(cu_seqlens, len(tensors[0]), tensors[0].device, 1, tables)
             with_table: list[Any] = [*tensors, ctx.table]
             return run(*with_table)
-        return selective_scan_plain(*tensors, cu_seqlens)
+        return selective_scan_plain(*own)
 
     @staticmethod
     @once_differentiable
