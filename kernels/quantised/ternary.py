@@ -145,11 +145,6 @@ def round_weights_plain(
     return out
 
 
-def band_bytes(elements: int) -> int:
-    """Bytes in float32 of a band of rows that the plain twins round, of so many elements."""
-    return 4 * min(BAND, elements)
-
-
 def _bands(matrix: Tensor) -> Iterator[slice]:
     rows = max(1, BAND // max(1, matrix.shape[1]))
     return (slice(start, start + rows) for start in range(0, len(matrix), rows))

@@ -244,7 +244,7 @@ class _Moments:
         in_front = (p for m in mixers for p in before_output(m))
         of_mlp, whole = (gradient_bytes(parts, step) for parts in (in_mlp, layer.parameters()))
         last = adapters.last.total(product)
-        own_last = tiles.LastProduct.of(mlp, product, itemsize)
+        own_last = tiles.LastProduct.of(mlp, product)
         # The gradients of the input of several layers run by PEFT are summed one after the other. With 16
         # bits the last one casts its output's gradient, which is then freed and is larger.
         added = ("front" in adapters.peft and itemsize > 2) * stream

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from liger_models.kernels import round_inputs, round_weights
 from liger_models.kernels._dispatch import ceil_div, once_differentiable
 from liger_models.kernels.losses._linear_chunks import add_product
-from liger_models.kernels.quantised.ternary import band_bytes
 from liger_models.layers.projections.float8 import runs_in_float8
 from liger_models.layers.projections.linear import project, unwrapped
 from liger_models.layers.projections.packed_linear import SplitProjections
@@ -277,27 +276,27 @@ class LastProduct(NamedTuple):
     Attributes:
         normed: of the input of a norm before it, which exists next to the gradients of that input and of the
             norm's output; 0 without a norm.
-        band: of a band of rows in float32, while it rounds its operands; 0 if it does not.
+        rounded: whether it rounds its operands.
     """
 
     normed: int
-    band: int
+    rounded: bool
 
     @staticmethod
-    def of(mlp: Any, product: int, itemsize: int) -> LastProduct:
+    def of(mlp: Any, product: int) -> LastProduct:
         """Of an MLP, where the input of its last product has `product` bytes."""
         rounded = is_ternary(unwrapped(getattr(mlp, "down_proj", mlp)))
         normed = product if getattr(mlp, "down_norm", None) is not None else 0
-        return LastProduct(normed, band_bytes(product // itemsize) if rounded else 0)
+        return LastProduct(normed, rounded)
 
     def of_all(self, decoded: Mapping[str, int]) -> int:
         """Further bytes of the product, where decoded or rounded matrices take `decoded`, by their place."""
-        return max(decoded["last"], self.normed) + self.band
+        return max(decoded["last"], self.normed)
 
     def of_tiles(self, decoded: Mapping[str, int], tile_input: int, tile_product: int) -> int:
         """Further bytes of an MLP in tiles, given those of a tile's input and of its product. Rounded
         matrices exist for all tiles, and so does a tile's rounded input; of decoded ones, one does.
         """
         both = decoded["last"], decoded["front"]
-        matrices = sum(both) + tile_input if self.band else max(both)
+        matrices = sum(both) + tile_input if self.rounded else max(both)
         return matrices + (2 * tile_product if self.normed else 0)
