@@ -114,6 +114,7 @@ class FrameTable(nn.Module):
     """Stored positions [frames, width], which are not trained."""
 
     weight: Tensor
+    wider_matrices = ("weight",)  # Voxtral's are in float32 next to matrices in bfloat16
 
     def __init__(self, frames: int, width: int):
         super().__init__()

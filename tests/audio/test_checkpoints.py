@@ -4,10 +4,12 @@ layout.
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
 import torch
+from clips import DOCUMENTS
 from pairs import beyond_bound, randomise, reference_class, relative_distance
 from safetensors.torch import load_file, save_file
 
@@ -93,3 +95,14 @@ def test_the_text_part_loads_alone(pair, tmp_path):
     assert model.spec.audio is None
     tensors = {name for path in tmp_path.glob("*.safetensors") for name in load_file(path)}
     assert len(model.saved_tensors()) < len(tensors)
+
+
+@pytest.mark.parametrize("family", ["voxtral"])
+def test_positions_in_float32_leave_the_other_matrices_in_bfloat16(pair, tmp_path):
+    reference = copy.deepcopy(pair.reference).bfloat16()
+    next(m for name, m in reference.named_modules() if name.endswith("embed_positions")).float()
+    reference.save_pretrained(tmp_path)
+    model = liger_models.from_hub(tmp_path)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.audio.encoder.table.weight.dtype == torch.float32
+    model(**pair.scene(*DOCUMENTS)).loss.backward()

@@ -28,11 +28,13 @@ class DtypesOfTransformers:
 
 def kept_in_float32(model: Any, dtype: torch.dtype) -> list[str]:
     """Names in `model` of the parameters that transformers' own model of its config has in float32 when it is
-    loaded in `dtype`.
+    loaded in `dtype`, in bfloat16 and float16 alike.
     """
     with local_torch_dtype(dtype):
         theirs: Any = own_skeleton(model.architecture, model.config)
-    pattern, _, _ = build_glob_alternation(list(theirs._get_dtype_plan(dtype)) or ["$^"])
+    # In float16 its list is longer, with matrices that are multiplied with hidden states.
+    patterns = list(theirs._get_dtype_plan(torch.bfloat16))
+    pattern, _, _ = build_glob_alternation(patterns or ["$^"])
     wide = {
         name.removeprefix(f"{theirs.base_model_prefix}.")
         for name, tensor in theirs.state_dict().items()
