@@ -59,7 +59,7 @@ def by_token(inputs, bounds):
 # Documents of one token, none, a whole piece, several, and less than one; several blocks of channels.
 @pytest.mark.parametrize(
     ("shape", "decay", "begun"),
-    [((43, 1, 66), 0.0, [1, 1, 1, 1]), ((43, 2, 2), 4.0, [1, 0, 0, 1]), ((43, 1, 3), -9.0, [0, 0, 0, 0])],
+    [((43, 1, 66), 0.0, [1, 1, 1, 1]), ((43, 2, 2), -2.0, [1, 0, 0, 1]), ((43, 1, 3), -9.0, [0, 0, 0, 0])],
     ids=["continued", "some begin", "all begin"],
 )
 def test_all_forms_equal_the_recurrence_in_float64(shape, decay, begun, implementation):

@@ -82,6 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
     "state space, documents": {"family": "mamba2", "n_groups": 2, "batch": packed()},
     "decays by channel": {"family": "bailing_hybrid", "batch": packed()},
     "gated convolutions, gates of heads": {"family": "lfm3", "batch": packed()},
+    "gated recurrence, documents": {"family": "recurrent_gemma", "batch": packed()},
     "selective scan, experts": {"family": "jamba", "batch": packed()},
     "selective scan, padding": {"family": "falcon_mamba", "level": "checkpoint", "batch": padded()},
     "attention and state space, padding": {"family": "falcon_h1", "mamba_n_groups": 2, "batch": padded()},
@@ -130,6 +131,7 @@ PASSED: dict[str, dict[str, Any]] = {
     "state space, rows": {"family": "mamba2", "batch": rows()},
     "selective scan": {"family": "falcon_mamba", "batch": packed()},
     "gated convolutions": {"family": "lfm2", "batch": packed()},
+    "gated recurrence": {"family": "recurrent_gemma", "batch": packed()},
 }
 
 
