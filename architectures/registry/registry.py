@@ -11,6 +11,7 @@ over this table.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 from collections.abc import Callable, Collection, Mapping
@@ -245,7 +246,9 @@ def _whole_tiny(model_type: str, tiny: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_common(tiny: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in {**TINY, **tiny}.items() if value is not ...}
+    # transformers' configs write into the settings that they are given: no two families share any.
+    settings = {**copy.deepcopy(TINY), **tiny}
+    return {key: value for key, value in settings.items() if value is not ...}
 
 
 def find_architecture(model_type: str) -> Architecture:

@@ -5,7 +5,6 @@ has as causal or image-text models, and others that their publishers' code has.
 """
 
 MISSING: dict[str, str] = {
-    "recurrent_gemma": "gated linear recurrences (RG-LRU)",
     "rwkv": "the recurrence of RWKV",
     "xlstm": "the matrix memories of xLSTM",
     "zamba": "heads of state-space layers (Mamba), and attention whose weights several layers share",

@@ -274,7 +274,7 @@ def grads_kernel(
         return
     state = tl.load(starts + place, exists, 0.0)
     states += piece.to(tl.int64) * (PIECE // GROUP) * HEADS * WIDTH + head * WIDTH + column
-    groups = (end - first + GROUP - 1) // GROUP
+    groups = tl.minimum(tl.maximum(end - first + GROUP - 1, 0) // GROUP, PIECE // GROUP)
     for group in range(0, groups):
         tl.store(states + group * HEADS * WIDTH, state, exists)
         begin = first + group * GROUP

@@ -60,8 +60,8 @@ def test_every_public_operation_with_a_kernel_is_measured(benchmarks):
     elsewhere |= {"quantize", "float8_product", "has_float8_products"}
     elsewhere |= {"decode_codes"}  # by `python -m benchmarks kept`
     elsewhere |= {"embedding"}  # a small part of whole steps, by `python -m benchmarks train`
-    # Operations without gradients, in whole models of deepseek_v32 and minimax_m3_vl_text.
-    elsewhere |= {"choose_keys", "choose_blocks"}
+    # Operations without gradients, in whole models of deepseek_v32, minimax_m3_vl_text and bitnet.
+    elsewhere |= {"choose_keys", "choose_blocks", "round_inputs", "round_weights", "weight_scales"}
     torch_alone = {"load_balancing_loss", "router_z_loss", "indexer_loss"}
     # States and decoding.
     torch_alone |= {"conv_state", "short_conv_step", "gated_delta_rule_step", "channel_delta_rule_step"}

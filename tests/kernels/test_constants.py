@@ -22,7 +22,7 @@ CALLS = {  # with arguments that no other test uses
     "decays": lambda: lightning._log_decays((0.123, 0.9), CPU, torch.float32),
     "slopes": lambda: backends._cached_slopes((0.123, 0.9), CPU),
     "frequencies": lambda: rotary._cached_inverse_frequencies(RopeSpec(dim=6, theta=123.0), 0, CPU),
-    "windows of grids": lambda: grid_attention._windows(6, 2, 5, CPU),
+    "windows of grids": lambda: grid_attention._windows(6, 4, 2, 5, 5, CPU),
     "distances": lambda: grid_attention._distances(5, CPU),
     "tiles": lambda: anyres.of_tiles(3, 1, 2, 123, 45, None),
     "whole image": lambda: anyres.of_whole(13),
