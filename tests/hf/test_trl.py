@@ -75,6 +75,11 @@ KEYS_OF_HEADS = {
     "lm_head_multiplier",
     "logits_scaling",
 }
+# TRL's fused head computes other logits, for transformers' classes too: docs/frameworks.md says so.
+OTHER_LOGITS = {
+    "modernbert-decoder": "TRL calls the last layer of the head alone",
+    "recurrent_gemma": "TRL does not read logits_soft_cap",
+}
 
 TEXTS = [{"text": "some words " * (1 + i % 3)} for i in range(16)]
 ANSWERS = [{"prompt": "hello" + "x" * i, "completion": "answer" + "y" * (3 * i)} for i in range(8)]
@@ -313,7 +318,8 @@ def test_trls_fused_head_scores_our_hidden_states_like_our_own_head(hf, batch):
         add_fused_lm_head(model)
         distances[family] = relative_distance(model(**batch, fused_lm_head=True).loss, expected)
     assert len(distances) > 20
-    assert not {family: distance for family, distance in distances.items() if not distance <= BOUND}
+    others = OTHER_LOGITS.keys() & distances.keys()
+    assert {family for family, distance in distances.items() if not distance <= BOUND} == others
 
 
 @pytest.mark.supports("TRL", "models given as strings")
