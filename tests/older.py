@@ -36,7 +36,6 @@ OTHERWISE = {
     r"tests/vision/test_(checkpoints|in_transformers)\.py.*\[qwen3_5(_moe)?[-\]]": TWO_QUARTERS,
     r"override_the_checkpoints\w*\[glm-": "adds the default of partial_rotary_factor to given settings",
     r"\[gemma-(hidden_act|together)\]": "has another form of gelu",
-    r"test_adapters_of_families\.py.*\[recurrent_gemma\]": "has no states in this family's caches",
     r"\[minimax_m2-rotary_dim\]": "does not read rotary_dim",
     r"\[gemma3n_text-fewer_ids\]": "looks up ids beyond the table of inputs per layer",
     r"\[mimo_v2_flash-as released\]": "does not read sliding_window_size",

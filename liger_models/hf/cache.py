@@ -11,7 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from liger_models.convert.errors import DataError
@@ -218,6 +223,11 @@ class TransformersCache(KVCache):
         """Store the states where transformers' own model keeps them; the convolution's is always complete."""
         cache: Any = self.cache
         conv, *scanned = states
+        held = cache.layers[layer] if layer < len(cache.layers) else None
+        if isinstance(held, CacheLayerMixin) and not isinstance(held, LinearAttentionCacheLayerMixin):
+            # Configs of RecurrentGemma do not say in transformers 5.17 which layers are recurrent: the states
+            # of its own model are in its modules.
+            cache.layers[layer] = LinearAttentionLayer()
         if first:
             cache.update_conv_state(conv.transpose(1, 2), layer, state_idx=1)
             cache.update_conv_state(scanned[0], layer, state_idx=2)

@@ -30,6 +30,7 @@ from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.hf.base_model import LigerModel
 from liger_models.hf.cache import CACHE, given_cache
 from liger_models.hf.checkpoints.module_names import move_head
+from liger_models.hf.fused_head import refuse_other_logits
 from liger_models.hf.pretrained import LigerPreTrainedModel, keep_initialized
 from liger_models.layers.model.call_checks import (
     batch_shape,
@@ -69,6 +70,11 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
         self._place_parts()
         self._begin()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":
+            refuse_other_logits(self, value)
+        super().__setattr__(name, value)
 
     def _place_parts(self) -> None:
         """Move submodules to their paths in transformers' own model."""
