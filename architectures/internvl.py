@@ -38,14 +38,7 @@ for_tests(
     variants={
         "lower_layer": {
             "text_config": {"model_type": "qwen3", "head_dim": 16},
-            "vision_config": {
-                "norm_type": "rms_norm",
-                "use_qk_norm": False,
-                "attention_bias": False,
-                "use_mean_pooling": True,
-                "use_mask_token": True,
-                "use_absolute_position_embeddings": False,
-            },
+            "vision_config": encoder.OTHER_FORM,
             "vision_feature_layer": -2,
             "projector_hidden_act": "gelu_pytorch_tanh",
             "tie_word_embeddings": False,

@@ -70,6 +70,15 @@ TINY: dict[str, Any] = {
     "layer_norm_eps": 2e-3,
     "use_mean_pooling": False,
 }
+OTHER_FORM: dict[str, Any] = {
+    "norm_type": "rms_norm",
+    "use_qk_norm": False,
+    "attention_bias": False,
+    "use_mean_pooling": True,
+    "use_mask_token": True,
+    "use_absolute_position_embeddings": False,
+}
+"""Changes of TINY, to an encoder without biases, positions or a norm at the end."""
 
 
 def unread(c: HFConfig, layers: str, tower: str = "vision_tower.") -> tuple[str, ...]:
