@@ -94,7 +94,7 @@ def weight_scales(weight: Tensor, heights: Sequence[int]) -> tuple[Tensor, ...]:
         One number in float32 for each part.
     """
     narrow = weight.float() if weight.dtype == torch.float64 else weight
-    # |W| in the dtype of W, and a sum in float32, are exact as a copy in float32 is, and smaller.
+    # |W| in the dtype of W and a sum in float32 are as exact as of a copy in float32, and need no copy.
     means = (part.abs().mean(dtype=torch.float32) for part in narrow.split(list(heights)))
     return tuple(1.0 / mean.clamp_(min=SMALLEST) for mean in means)
 

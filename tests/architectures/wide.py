@@ -105,7 +105,8 @@ def wide_config(family: str, having: str | None = None) -> dict[str, Any]:
     if cut.get("vocab_size"):  # stated for the whole model, too
         cut["vocab_size"] = min(VOCABULARY, cut["vocab_size"])
     whole = _spec(config).vocab_size
-    text |= {"vocab_size": min(VOCABULARY, whole), "pad_token_id": 0 if media else None}
+    padded = media or text.get("pad_token_id") is not None  # some classes refuse None
+    text |= {"vocab_size": min(VOCABULARY, whole), "pad_token_id": 0 if padded else None}
     for part in ("vision_config", "audio_config"):  # with vocabularies at the end of the whole
         if "vocab_offset" in (own_part := cut.get(part) or {}):
             cut[part] = own_part | {"vocab_offset": own_part["vocab_offset"] - whole + text["vocab_size"]}

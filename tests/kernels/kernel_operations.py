@@ -165,7 +165,8 @@ OPERATIONS = {
         ],
     ),
     "rg_lru": Operation(
-        lambda *operands: rg_lru(*operands, cu_seqlens=documents_of(operands[0]))[0],
+        # A call is limited in its segments of documents.
+        lambda *operands: rg_lru(*operands, cu_seqlens=documents_of(operands[0], short=512))[0],
         eager_rg_lru,
         lambda rows, width: [(rows, 2, width), (rows, 2, 2, width), (2, 2, width), (2 * width,)],
     ),

@@ -16,9 +16,13 @@ class Operation:
     widest: int = 2**31  # largest supported width, such as 256 for a head
 
 
-def documents_of(x):
-    """Boundaries of documents of four tokens; the last may be shorter."""
-    return torch.arange(0, len(x) + 5, 4, device=x.device).clamp(max=len(x))
+def documents_of(x, short=None):
+    """Boundaries of documents of four tokens; the last may be shorter. If `short` is given, only as many
+    tokens at the end are in such documents, and those before in documents of 4,096.
+    """
+    start = 0 if short is None else max(0, len(x) - short)
+    long_ones = torch.arange(0, start, 4096, device=x.device)
+    return torch.cat([long_ones, torch.arange(start, len(x) + 5, 4, device=x.device).clamp(max=len(x))])
 
 
 def make_inputs(op: Operation, rows: int, width: int, dtype=torch.float32, device="cpu") -> list[Tensor]:

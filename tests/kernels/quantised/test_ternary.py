@@ -82,11 +82,15 @@ def test_kernels_have_the_bits_of_the_twins_on_a_gpu(columns, dtype, out):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(640, 2560), (6912, 2560), (2560, 6912), (37, 333)])
-def test_means_have_the_bits_of_a_copy_in_float32_on_a_gpu(dtype, shape):
+def test_means_are_as_exact_as_of_a_copy_in_float32_on_a_gpu(dtype, shape):
+    """Both are sums in float32, of other numbers of terms at once."""
     weight = torch.randn(shape, device="cuda", dtype=dtype)
     (scale,) = weight_scales(weight, (len(weight),))
-    assert scale.item() == (1.0 / weight.float().abs().mean()).item()
-    assert scale.item() == pytest.approx(1 / weight.double().abs().mean().item(), rel=1e-5)
+    true = 1 / weight.double().abs().mean().item()
+    # A thread adds a few hundred terms one by one; independent roundings grow as the root of their number.
+    bound = 256**0.5 * torch.finfo(torch.float32).eps / 2
+    assert scale.item() == pytest.approx(true, rel=bound)
+    assert (1.0 / weight.float().abs().mean()).item() == pytest.approx(true, rel=bound)
 
 
 def test_no_rows_and_no_columns(implementation):
