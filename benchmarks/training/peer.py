@@ -61,7 +61,7 @@ def build_peer(
         _patch(model_type, with_experts=experts is None)
     if "varlen" in options:
         _register_varlen()
-    hf_config = found.config_class(**settings)
+    hf_config = _config_class(model_type, reference)(**settings)
     hf_config._attn_implementation = next((name for name in ATTENTION if name in options), None)
     if experts is not None:
         hf_config.get_text_config()._experts_implementation = experts  # an encoder may have no choice
@@ -122,7 +122,7 @@ def lacking(model_type: str, reference: str, options: Set[str]) -> str | None:
     """Missing support or package of a peer for a model, from its imports alone: nothing is built or run."""
     import transformers
 
-    if not hasattr(transformers, reference):
+    if not hasattr(transformers, reference) or _config_class(model_type, reference) is None:
         return f"transformers {transformers.__version__} does not have {model_type}"
     for package in sorted(options & PACKAGES.keys()):
         if importlib.util.find_spec(package) is None:
@@ -135,6 +135,22 @@ def lacking(model_type: str, reference: str, options: Set[str]) -> str | None:
         return "liger-kernel is not installed"
     has = hasattr(liger, f"apply_liger_kernel_to_{model_type}")
     return None if has else f"liger-kernel does not have {model_type}"
+
+
+def _config_class(model_type: str, reference: str) -> Any:
+    """The class that reads a config of this type for the model class `reference`, which may be another family's
+    (EXAONE 3 runs as LLaMA); None if transformers does not have the type.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    own = getattr(transformers, reference).config_class
+    if own.model_type == model_type:
+        return own
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if names.get(model_type) == reference:
+        return CONFIG_MAPPING[model_type]
+    return own if model_type in CONFIG_MAPPING else None
 
 
 def use_torchao(model: torch.nn.Module, recipe: str, emulate: bool = False) -> None:

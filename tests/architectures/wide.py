@@ -39,7 +39,7 @@ from liger_models.cards.workshop import FOLLOWING
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.specs import AltUpSpec, ModelSpec, TiledVisionSpec
-from liger_models.models.verification import mask_as_family
+from liger_models.models.verification import config_class, mask_as_family
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PUBLISHED = Path(__file__).parent / "published"
@@ -368,7 +368,7 @@ def _needs_eager(spec: ModelSpec) -> bool:
 
 def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.dtype, kind: str) -> Any:
     made = reference_class(architecture)
-    settings = made.config_class(**copy.deepcopy(config))
+    settings = config_class(architecture)(**copy.deepcopy(config))
     settings._attn_implementation = kind if getattr(made, f"_supports_{kind}", True) else "eager"
     by_sdpa = dtype == torch.bfloat16 and getattr(made, "_supports_sdpa", True)
     if by_sdpa and hasattr(settings, "vision_config"):  # as in a loaded model

@@ -1,10 +1,14 @@
 """Training step of a whole model: measuring processes, requested configurations, attribution of kernels."""
 
 import csv
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+import liger_models
 from liger_models.architectures import find_architecture
 
 
@@ -308,3 +312,18 @@ def test_a_family_that_hears_gets_ids_of_its_language_model(benchmarks):
     assert "vocab_size" not in config
     ids = make_batch("full", 2, 100, config, "cpu")["input_ids"]
     assert config["text_config"]["vocab_size"] * 0.9 < ids.max() < config["text_config"]["vocab_size"]
+
+
+@pytest.mark.parametrize("name", ["EXAONE-3.5-2.4B-Instruct", "internlm3-8b-instruct", "sarvam-105b"])
+def test_a_peer_reads_the_config_as_its_own_family_does(benchmarks, name):
+    """Its model class may be another family's, whose config class would skip keys of other names."""
+    from benchmarks.training.peer import build_peer, lacking
+
+    published = Path(__file__).parents[1] / "architectures" / "published" / f"{name}.json"
+    config = json.loads(published.read_text())["config"]
+    reference = find_architecture(config["model_type"]).reference
+    if lacks := lacking(config["model_type"], reference, set()):
+        pytest.skip(lacks)
+    peer = build_peer(config, reference, {"sdpa"}, "none", torch.device("meta"))
+    ours = liger_models.from_config(config, device="meta")
+    assert sum(p.numel() for p in peer.parameters()) == ours.num_parameters()
