@@ -138,8 +138,8 @@ def lacking(model_type: str, reference: str, options: Set[str]) -> str | None:
 
 
 def _config_class(model_type: str, reference: str) -> Any:
-    """The class that reads a config of this type for the model class `reference`, which may be another family's
-    (EXAONE 3 runs as LLaMA); None if transformers does not have the type.
+    """The class that reads a config of this type for the model class `reference`, which may be another
+    family's (EXAONE 3 runs as LLaMA); None if transformers does not have the type.
     """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
