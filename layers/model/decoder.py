@@ -46,12 +46,12 @@ from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import round_operands
 from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.recompute.offload import Offload
+from liger_models.layers.sequences.encoder_gradients import EncoderGradients
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.tree import check_tree
 from liger_models.layers.specs import AltUpSpec, ModelSpec
 from liger_models.layers.vision import VISIONS
 from liger_models.layers.vision.encoder import VisionEncoder
-from liger_models.layers.vision.image_gradients import ImageGradients
 
 
 class Decoder(MediaParts, ActivationLevels, WeightsMemory):
@@ -112,11 +112,11 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
         self.vision: Any = None
         if spec.vision is not None:
             self.vision = VISIONS[type(spec.vision)](spec.vision, spec.hidden_size, attention)
-            self.image_gradients = ImageGradients()
+            self.image_gradients = EncoderGradients()
         self.audio: Audio | None = None
         if spec.audio is not None:
             self.audio = Audio(spec.audio, spec.hidden_size, attention)
-            self.sound_gradients = ImageGradients()
+            self.sound_gradients = EncoderGradients()
 
     def hidden_states(
         self,

@@ -20,7 +20,6 @@ from liger_models.layers.grids.anyres import Newline
 from liger_models.layers.grids.pyramid import PyramidEncoder
 from liger_models.layers.sequences.agreement import is_of_several
 from liger_models.layers.sequences.cache import KVCache
-from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.modality import Modality
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.spans import prefixes, spans_of
@@ -31,59 +30,27 @@ from liger_models.layers.vision.compressed_encoder import CompressedEncoder
 from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
 from liger_models.layers.vision.pictures import Pictures, TiledPictures, blank_picture, replaced
-from liger_models.layers.vision.positions import IMAGE, SOUND, TEXT, VIDEO
-from liger_models.layers.vision.processor_inputs import HIDDEN_IN_PART, take_pictures
+from liger_models.layers.vision.positions import TEXT
+from liger_models.layers.vision.processor_inputs import take_pictures
 from liger_models.layers.vision.projectors import PROJECTORS, further_inputs
+from liger_models.layers.vision.vision_inputs import (
+    FRAMED,
+    WRONG_FRAMED,
+    WRONG_KINDS,
+    WRONG_RUNS,
+    WRONG_START,
+    VisionInputs,
+    check_shapes,
+    framed_kinds,
+    kinds_of,
+    markers_of,
+    meaning_of_kinds,
+    with_sounds,
+    wrong_marks,
+)
 
 Part = Literal["vision", "projector", "language"]
 SOUND_OF_VIDEO = "use_audio_in_video"
-FRAMED = "moe_mm_token_type_ids"
-"""Keyword with the kinds of tokens that choose experts: tokens that frame a picture are of its kind."""
-
-
-class VisionInputs:
-    """Vision inputs of a call: its pictures, if any, and the kinds of its tokens.
-
-    Attributes:
-        kinds: kind of each token, as processors number them; [batch, seq] as given, later [T].
-        framed: the same with the tokens that frame pictures, as given.
-        deep: features added after the first layers of the language model, [F, H] each, in order.
-        markers: number of each token in `VisionSpec.marker_ids`, [T], -1 for others; None: there are none.
-        checks: counts of picture tokens, and faults, on their way to the host.
-        wrong: pictures and tokens do not match, a bool on the device.
-    """
-
-    def __init__(self, pictures: Pictures | None, kinds: Tensor | None, framed: Tensor | None = None):
-        self.pictures, self.kinds, self.framed = pictures, kinds, framed
-        self.deep: list[Tensor] = []
-        self.markers: Tensor | None = None
-        self.checks: HostCopy | None = None
-        self.wrong: Tensor | None = None
-        self._places: tuple[Tensor, Tensor] | None = None
-
-    def expected(self, merge: int) -> tuple[int, int]:
-        """The number of tokens that images and videos need."""
-        return (0, 0) if self.pictures is None else self.pictures.features(merge)
-
-    def places(self, merge: int) -> tuple[Tensor, Tensor]:
-        """Mask of the tokens with features, [T, 1] bool, and the feature index of each token, [T]."""
-        if self._places is None:
-            assert self.pictures is not None
-            assert self.kinds is not None
-            count = sum(self.pictures.features(merge))
-            is_image, is_video = self.kinds == IMAGE, self.kinds == VIDEO
-            images = self.pictures.features(merge)[0]
-            number = torch.where(is_image, is_image.cumsum(0), images + is_video.cumsum(0)) - 1
-            seen, number = is_image | is_video, number.clamp(0, count - 1)
-            if self.pictures.shown is not None:  # the features of those with tokens, in their order
-                each = count // len(self.pictures.grids)
-                order = (self.pictures.shown == 0).to(torch.uint8).argsort(stable=True)
-                number = order[number // each] * each + number % each
-            if self.markers is not None:  # their features follow the pictures'
-                marked = self.markers >= 0
-                seen, number = seen | marked, torch.where(marked, count + self.markers, number)
-            self._places = seen[:, None], number
-        return self._places
 
 
 class Vision(nn.Module):
@@ -182,25 +149,9 @@ class Vision(nn.Module):
         if name is not None and pictures is not None and kinds is None:
             raise DataError(
                 f"got images without {name}, by which tokens get their positions or attend to one another: "
-                f"pass them as the processor does ({self._meaning})"
+                f"pass them as the processor does ({meaning_of_kinds(self.spec)})"
             )
         return VisionInputs(pictures, kinds, framed)
-
-    @property
-    def _meaning(self) -> str:
-        """Description of the token kinds, for errors."""
-        if self.spec.spans == "prefix":
-            return (
-                "0 for a document's prefix, whose tokens all attend to one another, 1 for the tokens to learn"
-            )
-        if self.spec.spans == "marked":
-            return (
-                f"1 for the tokens of images, {self.spec.image_id}, and for those that frame them, 0 "
-                "elsewhere, and 0 everywhere without images"
-            )
-        videos = "" if self.spec.video_id is None else f", 2 where they are {self.spec.video_id} (videos)"
-        sounds = "" if self.spec.audio_id is None else f", 3 where they are {self.spec.audio_id} (sounds)"
-        return f"1 where input_ids are {self.spec.image_id} (images){videos}{sounds}, and 0 elsewhere"
 
     def prepare(self, vision_inputs: VisionInputs, sequences: Sequences, input_ids: Tensor | None) -> None:
         """Set the positions of the tokens, and start the check that pictures and tokens match.
@@ -215,97 +166,87 @@ class Vision(nn.Module):
             if vision_inputs.pictures is not None:
                 raise DataError("images need input_ids, which mark their places; found only embeddings")
             return
-        documents, positions, spans, marked = sequences.documents, sequences.positions, None, None
-        ids = documents.pack(input_ids)
-        found = torch.where(ids == self.spec.image_id, IMAGE, TEXT)
-        if self.spec.video_id is not None:
-            found = torch.where(ids == self.spec.video_id, VIDEO, found)
-        counts = [(found == IMAGE).sum(), (found == VIDEO).sum()]
-        for name, given in ((self.spec.kinds, vision_inputs.kinds), (FRAMED, vision_inputs.framed)):
-            if given is not None and given.shape != input_ids.shape:
-                raise DataError(
-                    f"{name} must have the shape of the tokens, {tuple(input_ids.shape)}; found "
-                    f"{tuple(given.shape)}"
-                )
-        if self.spec.framing_ids is not None:
-            framed = self._framed(ids, found)
-            sequences.modality = Modality.of(framed != TEXT)
-            if vision_inputs.framed is not None:
-                counts.append(3 * (documents.pack(vision_inputs.framed) != framed).any().long())
-        if vision_inputs.kinds is not None:
-            kinds = documents.pack(vision_inputs.kinds)
-            if self.spec.spans == "prefix":
-                spans, wrong = prefixes(documents, kinds)
-            elif self.spec.spans == "marked":
-                marked, wrong = self._marks(kinds, found, vision_inputs)
-            elif self.spec.audio_id is None:
-                wrong = (kinds != found).any()
-            else:
-                wrong = (kinds != torch.where(ids == self.spec.audio_id, SOUND, found)).any()
-            counts.append(wrong.long())
+        check_shapes(self.spec, vision_inputs, input_ids)
+        ids = sequences.documents.pack(input_ids)
+        kinds = kinds_of(self.spec, ids)
+        faults = [
+            self._set_modality(vision_inputs, sequences, ids, kinds),
+            self._set_visibility(vision_inputs, sequences, ids, kinds),
+            *self._set_positions(vision_inputs, sequences, ids, kinds),
+        ]
         if vision_inputs.pictures is not None and self.spec.marker_ids:
-            markers = torch.full_like(ids, -1)
-            for number, marker in enumerate(self.spec.marker_ids):
-                markers = torch.where(ids == marker, number, markers)
-            vision_inputs.markers = markers
-        if vision_inputs.pictures is not None and self.spec.spans == "images":
-            spans = spans_of(documents, found != TEXT)
-        with_images = vision_inputs.pictures is not None
-        vision_inputs.kinds = found
-        sequences.visibility = (
-            Visibility(documents, spans=spans, with_images=with_images)
-            if marked is None
-            else Visibility.of_marks(documents, marked, with_images)
-        )
-        if positions.of_packed and positions.axes is None and with_images and self.spec.positions:
+            vision_inputs.markers = markers_of(self.spec, ids)
+        vision_inputs.kinds = kinds
+        vision_inputs.start_check(self.merge, [fault for fault in faults if fault is not None])
+
+    def _set_modality(
+        self, inputs: VisionInputs, sequences: Sequences, ids: Tensor, kinds: Tensor
+    ) -> Tensor | None:
+        """Set the kinds of tokens that choose experts; the fault of given ones that differ from them."""
+        if self.spec.framing_ids is None:
+            return None
+        framed = framed_kinds(self.spec, ids, kinds)
+        sequences.modality = Modality.of(framed != TEXT)
+        if inputs.framed is None:
+            return None
+        return WRONG_FRAMED * (sequences.documents.pack(inputs.framed) != framed).any()
+
+    def _set_visibility(
+        self, inputs: VisionInputs, sequences: Sequences, ids: Tensor, kinds: Tensor
+    ) -> Tensor | None:
+        """Set which tokens attend to one another in both directions; the fault of wrong given kinds."""
+        documents, with_images = sequences.documents, inputs.pictures is not None
+        spans, marked, wrong = None, None, None
+        if inputs.kinds is not None:
+            given = documents.pack(inputs.kinds)
+            if self.spec.spans == "prefix":
+                spans, wrong = prefixes(documents, given)
+            elif self.spec.spans == "marked":
+                wrong = wrong_marks(given, kinds, with_images)
+                marked = given == 1 if with_images else None
+            else:
+                wrong = (given != with_sounds(self.spec, ids, kinds)).any()
+        if with_images and self.spec.spans == "images":
+            spans = spans_of(documents, kinds != TEXT)
+        if marked is None:
+            sequences.visibility = Visibility(documents, spans=spans, with_images=with_images)
+        else:
+            sequences.visibility = Visibility.of_marks(documents, marked, with_images)
+        return None if wrong is None else WRONG_KINDS * wrong
+
+    def _set_positions(
+        self, inputs: VisionInputs, sequences: Sequences, ids: Tensor, kinds: Tensor
+    ) -> list[Tensor]:
+        """Set positions on several axes, unless the caller gave them; faults of the tokens' order."""
+        documents, positions, pictures = sequences.documents, sequences.positions, inputs.pictures
+        spec, cache = self.spec.positions, sequences.cache
+        if positions.axes is not None:  # given by the caller
+            if cache is not None:
+                _continue_positions(cache, positions.axes, max(0, positions.end - documents.shape[1]))
+            return []
+        if pictures is None or spec is None:
+            return []
+        if positions.of_packed:
             raise DataError(
                 "position_ids [batch, seq] begin anew, as those of packed documents, and are not those of "
                 "images, which have three axes: pass cu_seqlens (cu_seq_lens_q in transformers) without "
                 "them, or [4, batch, seq] with the positions on the axes after these"
             )
-        if positions.axes is not None:  # given by the caller
-            if sequences.cache is not None:
-                ahead = max(0, positions.end - documents.shape[1])
-                _continue_positions(sequences.cache, positions.axes, ahead)
-        elif vision_inputs.pictures is not None and self.spec.positions is not None and not positions.given:
-            heard = found if self.spec.audio_id is None else found.where(ids != self.spec.audio_id, SOUND)
-            pictures, spec = vision_inputs.pictures, self.spec.positions
-            found_axes, end = axes_of(spec, documents, heard, ids, pictures, self.merge, positions.end)
-            axes, misfit, joint = found_axes
-            if isinstance(self.spec.positions, ClockSpec) and joint is not None:
-                of_video, of_sound = self.spec.positions.start_ids
-                counts.append(5 * (joint & ((ids.roll(2) != of_video) | (ids.roll(1) != of_sound))).any())
-            if sequences.cache is not None:
-                _continue_positions(sequences.cache, axes, end - positions.end)
-            sequences.positions = replace(positions, axes=axes, end=end)
-            counts.append(2 * misfit.long())
-        images: Any
-        images, videos = vision_inputs.expected(self.merge)
-        shown, hidden = None if vision_inputs.pictures is None else vision_inputs.pictures.shown, None
-        if shown is not None:
-            hidden = (shown == 0).sum()
-            images = images - hidden * (images // len(shown))
-            counts.append(4 * (shown == 2).any().long())
-        counted = torch.stack(counts)
-        vision_inputs.wrong = (counted[0] != images) | (counted[1] != videos) | counted[2:].any()
-        if hidden is not None:
-            counted = torch.cat([counted, hidden[None]])
-        vision_inputs.checks = HostCopy(counted)
-
-    def _framed(self, ids: Tensor, kinds: Tensor) -> Tensor:
-        """Kinds of tokens ids [T], in which those that frame a picture have its kind."""
-        assert self.spec.framing_ids is not None
-        for number, framing in enumerate(self.spec.framing_ids):
-            kinds = torch.where(ids == framing, IMAGE if number < 2 else VIDEO, kinds)
-        return kinds
-
-    def _marks(self, kinds: Tensor, found: Tensor, inputs: VisionInputs) -> tuple[Tensor | None, Tensor]:
-        """The tokens [T] that attend to one another, bool; None without pictures. And whether kinds are
-        wrong, a bool on the device.
-        """
-        if inputs.pictures is None:
-            return None, (kinds != 0).any()
-        return kinds == 1, ((kinds < 0) | (kinds > 1) | ((found == IMAGE) & (kinds != 1))).any()
+        if positions.given:
+            return []
+        heard = with_sounds(self.spec, ids, kinds)
+        found, end = axes_of(spec, documents, heard, ids, pictures, self.merge, positions.end)
+        axes, misfit, joint = found
+        if cache is not None:
+            _continue_positions(cache, axes, end - positions.end)
+        sequences.positions = replace(positions, axes=axes, end=end)
+        faults = [WRONG_RUNS * misfit]
+        if isinstance(spec, ClockSpec) and joint is not None:
+            of_video, of_sound = spec.start_ids
+            faults.append(
+                WRONG_START * (joint & ((ids.roll(2) != of_video) | (ids.roll(1) != of_sound))).any()
+            )
+        return faults
 
     def place(self, vision_inputs: VisionInputs | None, embeds: Tensor) -> Tensor:
         """Replace the embeddings [T, H] of picture tokens by features, or add these to them."""
@@ -351,38 +292,9 @@ class Vision(nn.Module):
         Raises:
             DataError: pictures and tokens do not match.
         """
-        if vision_inputs.checks is None:
-            return
-        images, videos, *faults = vision_inputs.checks.tolist()
-        expected = vision_inputs.expected(self.merge)
-        if vision_inputs.pictures is not None and vision_inputs.pictures.shown is not None:
-            hidden, count = faults.pop(), len(vision_inputs.pictures.shown)
-            self.all_shown = hidden == 0
-            expected = expected[0] - hidden * (expected[0] // count), expected[1]
-        if 4 in faults:
-            raise DataError(HIDDEN_IN_PART)
-        if (images, videos) != expected:
-            raise DataError(
-                f"the text has {images} tokens of images and {videos} of videos, and the pixels make "
-                f"{expected[0]} and {expected[1]}; was the text cut, or an image left out?"
-            )
-        if 1 in faults:
-            raise DataError(f"{self.spec.kinds} must be {self._meaning}")
-        if 3 in faults:
-            raise DataError(
-                f"{FRAMED} must be {self._meaning}, but as for pictures where input_ids are the tokens "
-                f"before or after one, {self.spec.framing_ids}"
-            )
-        if 5 in faults and isinstance(self.spec.positions, ClockSpec):
-            raise DataError(
-                "tokens of a video and of a sound alternate, but not after the tokens that begin a video and "
-                f"a sound, {self.spec.positions.start_ids}: was the text changed after the processor made it?"
-            )
-        if 2 in faults:
-            raise DataError(
-                "the runs of image tokens in the text are not those of the grids, one for each picture and "
-                "as long: are the images in the order of the text, with text between them?"
-            )
+        all_shown = vision_inputs.finish_check(self.spec, self.merge)
+        if all_shown is not None:
+            self.all_shown = all_shown
 
 
 def _continue_positions(cache: KVCache, axes: Tensor, ahead: int) -> None:

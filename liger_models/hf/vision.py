@@ -27,7 +27,8 @@ from liger_models.layers.vision.grid_inputs import DOWNSAMPLING, seconds_as_numb
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.processor_inputs import take_pictures
 from liger_models.layers.vision.repeated import repeat_pictures
-from liger_models.layers.vision.vision import SOUND_OF_VIDEO, VisionInputs
+from liger_models.layers.vision.vision import SOUND_OF_VIDEO
+from liger_models.layers.vision.vision_inputs import VisionInputs
 
 PICTURES = (
     *("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes"),

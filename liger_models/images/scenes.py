@@ -44,7 +44,7 @@ from liger_models.layers.specs import (
     TiledVisionSpec,
     WindowedPictures,
 )
-from liger_models.layers.vision.vision import FRAMED
+from liger_models.layers.vision.vision_inputs import FRAMED
 
 FIRST_OF_TEXT = 10  # ids below may be special
 PADDING, BETWEEN_STEPS = 9, 11

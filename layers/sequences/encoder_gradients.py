@@ -1,7 +1,7 @@
-"""Gradients of the parts that process images, in steps in which no process has an image.
+"""Gradients of an encoder of images or sounds, in steps in which no process has any.
 
-All processes run these parts in every step, or those with images would wait for the others: a process without
-images runs them on a blank one (`Vision.place`). Their gradients are then zeros where a single process would
+All processes run the encoder in every step, or those with images would wait for the others: a process without
+images runs it on a blank one (`Vision.place`). Their gradients are then zeros where a single process would
 have none, and optimizers treat these differently: for zeros AdamW decays weights and applies its momentum. So
 processes agree on whether any of them has images. If none has, zeros that the backward pass created are
 removed after it.
@@ -24,7 +24,7 @@ from liger_models.layers.sequences.agreement import (
 from liger_models.layers.sequences.host_copy import HostCopy
 
 
-class ImageGradients:
+class EncoderGradients:
     """Remove zero gradients of parts that no process used.
 
     Supports DistributedDataParallel and `fully_shard` (FSDP2). With other wrappers, and while FSDP2 keeps
@@ -37,15 +37,15 @@ class ImageGradients:
 
     def __reduce__(self) -> Any:
         """Copy and pickle as a new object: a copied model is not part of any process group yet."""
-        return ImageGradients, ()
+        return EncoderGradients, ()
 
     def watch(self, output: Tensor, parts: list[nn.Module], with_images: bool) -> None:
         """Register an output; call it at the end of a training forward pass, on all processes.
 
         Args:
             output: computed with these parts; its gradient is computed before theirs.
-            parts: the modules that process images.
-            with_images: this process has images.
+            parts: the encoder and its projector.
+            with_images: this process has images, or sounds.
         """
         if not output.requires_grad or not is_of_several_processes():
             return
