@@ -1,7 +1,7 @@
 # `make demo` and `make test` need a Python of 3.11 or newer and nothing else: both set up .venv first.
 #
-#   make demo                      train a small model from start to finish
-#   make test                      lint, types, tests
+#   make demo                      train a small model from start to finish, in a few minutes
+#   make test                      lint, types, tests: a quarter of an hour on two cores
 #   make test PYTHON=python3.12    with another Python, in an environment of its own
 #   make test FAMILIES=all         with every family, and with the cases of tests/night/
 #   make family NAME=llama         the tests of one family, natively and in transformers, and its card
@@ -108,7 +108,7 @@ $(BIN)/python:
 
 $(VENV)/.liger-models-demo: $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (a few minutes the first time)"
-	$(BIN)/python -m pip install -q --disable-pip-version-check $(PINS) -e ".[plot]"
+	$(BIN)/python -m pip install --disable-pip-version-check $(PINS) -e ".[plot]"
 	@touch $@
 
 # pip would compile the modules of all packages on one core. Some packages have files that are no Python. What no
@@ -116,6 +116,6 @@ $(VENV)/.liger-models-demo: $(BIN)/python pyproject.toml constraints.txt
 NEVER_IMPORTED := /site-packages/(.*/)?(tests?|testing|mypy|mypyc|pip|setuptools|lexers|fontTools)/|/modular_
 $(VENV)/.liger-models-dev: $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (a few minutes the first time)"
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PINS) -e ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PINS) -e ".[dev]"
 	@$(BIN)/python -m compileall -q -j 0 -x '$(NEVER_IMPORTED)' $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@

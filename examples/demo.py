@@ -172,6 +172,7 @@ def summarise(out: Path, seconds: float) -> int:
     }.items():
         print(f"{what + ':':<21}{path if path.exists() else 'none: matplotlib is not installed'}")
     print(f"{seconds:.0f} s in all")
+    print("Next: docs/first_steps.md teaches this model an answer, and then uses models and data of your own")
     falls = training[0] - last, held_out[0] - held_out[-1]
     if not all(fall >= CLEAR_FALL for fall in falls):  # a NaN is no fall
         print(f"FAILED: a loss fell by less than {CLEAR_FALL}", file=sys.stderr)

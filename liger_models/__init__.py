@@ -1,6 +1,6 @@
 """liger_models: language models for training, written natively over Triton kernels.
 
-model = liger_models.from_hub("meta-llama/Llama-3.2-1B", device="cuda")
+model = liger_models.from_hub("Qwen/Qwen3-0.6B", device="cuda")
 model(input_ids, labels=input_ids).loss.backward()
 """
 

@@ -255,8 +255,7 @@ def find_architecture(model_type: str) -> Architecture:
     """The architecture of a `model_type`.
 
     Raises:
-        UnsupportedModelError: lists the supported types and the nearest one, or what the type needs that
-            is missing.
+        UnsupportedModelError: names the nearest supported types, or what the type needs that is missing.
     """
     model_type = ALIASES.get(model_type, model_type)
     if model_type in _ARCHITECTURES:
@@ -278,7 +277,8 @@ def find_architecture(model_type: str) -> Architecture:
     nearest = difflib.get_close_matches(model_type, supported, n=3, cutoff=0.6)
     hint = f" The nearest: {', '.join(nearest)}." if nearest else ""
     raise UnsupportedModelError(
-        f"the model type {abbreviate(model_type)} is not supported.{hint} Supported: {', '.join(supported)}."
+        f"the model type {abbreviate(model_type)} is not supported.{hint} `liger-models list` shows the "
+        f"{len(supported)} supported ones."
     )
 
 

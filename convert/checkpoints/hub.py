@@ -293,7 +293,7 @@ def _explained(error: Exception, action: str, repo_id: str, revision: str | None
         reason = f"the disk of the cache is full{where}: free space{other}"
     else:
         kept = ": completed downloads are kept" if action == "download" else ""
-        reason = f"{type(error).__name__}: {error}; try again{kept}"
+        reason = f"{type(error).__name__}: {error}; check the network and try again{kept}"
     missing = errors.LocalEntryNotFoundError, errors.RepositoryNotFoundError
     if action == "download" and "/" in repo_id and isinstance(error, missing):
         reason += ". Nor is there a folder of this name"

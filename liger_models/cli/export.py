@@ -5,6 +5,7 @@ An adapter is merged into its base model.
 
 import argparse
 
+from liger_models.cli.shared.arguments import MODEL
 from liger_models.cli.shared.checkpoints import add_base
 
 
@@ -18,10 +19,8 @@ def add_parser(subparsers) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "src", metavar="SRC", help="hub id, folder of a checkpoint or an adapter, or a training run's folder"
-    )
-    parser.add_argument("out", metavar="OUT", help="output folder")
+    parser.add_argument("src", metavar="MODEL", help=MODEL)
+    parser.add_argument("out", metavar="FOLDER", help="output folder")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),

@@ -8,12 +8,12 @@ def add_parser(subparsers) -> None:
         "init", help="write a checkpoint with random weights from a preset", description=__doc__
     )
     parser.add_argument("preset", metavar="PRESET", help="a preset's name (`liger-models list` shows them)")
-    parser.add_argument("out", metavar="OUT", help="output folder")
+    parser.add_argument("out", metavar="FOLDER", help="output folder")
     parser.add_argument(
         "--tokenizer",
-        metavar="DIR",
+        metavar="FOLDER",
         help="a folder with tokenizer.json: its vocabulary size and ids replace the preset's, and its files "
-        "are copied to OUT",
+        "are copied to the output folder",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)"

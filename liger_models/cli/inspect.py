@@ -7,6 +7,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from liger_models.cli.shared.arguments import MODEL
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -20,9 +22,7 @@ def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "inspect", help="show a model's layers, parameters and memory", description=__doc__
     )
-    parser.add_argument(
-        "name", metavar="NAME", help="hub id, folder of a checkpoint, an adapter or a run, or preset"
-    )
+    parser.add_argument("name", metavar="MODEL", help=f"{MODEL}; or a preset (see `list`)")
     parser.add_argument(
         "--mtp", action="store_true", help="with the checkpoint's modules for multi-token prediction"
     )

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from liger_models.cli.shared.arguments import TOKENIZER
 from liger_models.cli.shared.data_options import (
     TOKENIZED,
     add_columns,
@@ -36,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add = parser.add_argument
     add("data", nargs="+", metavar="DATA", help="sources as for `train --data`")
-    add("--model", required=True, help="hub id of a model, folder with tokenizer.json, or run")
+    add("--model", required=True, metavar="MODEL", help=TOKENIZER)
     add("--examples", type=int, default=3, metavar="N", help="records to show (default: %(default)s)")
     add(
         "--rows",

@@ -64,9 +64,9 @@ def add_parser(subparsers) -> None:
         metavar="HxW",
         help="image size in pixels, after the model's processor has resized it (default: 1024x1024)",
     )
-    text = "sounds per row; their tokens count towards --seq-len"
+    text = "audio clips per row; their tokens count towards --seq-len"
     add("--sounds", type=arguments.count, default=0, metavar="N", help=text)
-    text = "length of a sound in seconds (default: 30)"
+    text = "length of an audio clip in seconds (default: 30)"
     add("--sound-length", type=arguments.positive, default=30, metavar="SECONDS", help=text)
     text = "with --sequence-parallel: recurrent layers pass states instead of exchanging heads"
     add("--pass-states", action="store_true", help=text)

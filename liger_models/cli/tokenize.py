@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from liger_models.cli.shared.arguments import TOKENIZER
 from liger_models.cli.shared.data_options import (
     TOKENIZED,
     add_data,
@@ -15,8 +16,8 @@ from liger_models.cli.shared.data_options import (
 
 DESCRIPTION = """\
 Tokenize data as `train` would, into the cache that `train` uses, or into a folder:
-  liger-models tokenize meta-llama/Llama-3.2-1B --data texts/ --output corpus
-  liger-models train meta-llama/Llama-3.2-1B --data corpus ...
+  liger-models tokenize Qwen/Qwen3-0.6B --data texts/ --output corpus
+  liger-models train Qwen/Qwen3-0.6B --data corpus ...
 Prints what was read and how well it packs into rows of --seq-len.
 """
 
@@ -30,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("tokenizer", help="hub id of a model, folder with tokenizer.json, or run")
+    add("tokenizer", metavar="MODEL", help=TOKENIZER)
     add_sources(parser)
     add_data(parser)
     add("--output", metavar="FOLDER", help="write the corpus to this folder, for --data")

@@ -12,6 +12,7 @@ Exit code 1 if a byte differs or a distance is too large.
 import argparse
 from typing import TYPE_CHECKING
 
+from liger_models.cli.shared.arguments import MODEL
 from liger_models.cli.shared.checkpoints import add_base
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def add_parser(subparsers) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", help="hub id, checkpoint folder, or a training run's folder")
+    parser.add_argument("name", metavar="MODEL", help=MODEL)
     add_base(parser)
     parser.add_argument(
         "--transformers",

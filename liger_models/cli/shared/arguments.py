@@ -1,8 +1,11 @@
-"""Types of command line arguments: numbers and sizes, with their errors."""
+"""Arguments of several commands: how a model is named, and numbers and sizes with their errors."""
 
 from __future__ import annotations
 
 import argparse
+
+MODEL = "hub id, or folder of a checkpoint, an adapter or a training run"
+TOKENIZER = "model whose tokenizer is used: hub id, folder of a run, or folder with tokenizer.json"
 
 
 def tokens(text: str) -> int | None:

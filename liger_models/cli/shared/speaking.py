@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
     from liger_models.training.text.tokenizer import TextTokenizer
 
-MODEL = "hub id, folder of a checkpoint or an adapter, or a training run's folder"
-
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help=MODEL)
+    parser.add_argument("name", metavar="MODEL", help=arguments.MODEL)
     add_base(parser)
     parser.add_argument(
         "--dtype",

@@ -11,6 +11,7 @@ from liger_models.cli.shared.data_options import add_data, add_objective, add_so
 def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
+        metavar="MODEL",
         help="hub id; folder of a Hugging Face checkpoint, of an adapter (which is trained further) or of a "
         "run (its latest checkpoint); or a preset (random weights; see `list`)",
     )
