@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from liger_models.kernels.losses._linear_chunks import working_bytes
-from liger_models.layers.memory import adapters, frozen, own_parts
+from liger_models.layers.memory import adapters, own_parts
 from liger_models.layers.memory.choosing import OPERATIONS_OF_A_COPY, back_again, cheapest_plan, not_yet_away
 from liger_models.layers.memory.encoders import EncoderCosts, costs_of, inputs_of, trains
 from liger_models.layers.memory.further_tokens import ModuleCosts
@@ -20,7 +20,7 @@ from liger_models.layers.memory.layer_costs import LayerCosts
 from liger_models.layers.memory.on_host import on_host, streamed_at, streamed_bytes
 from liger_models.layers.memory.own_parts import largest_part, linear_matrices, own_bytes, own_elements
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown
-from liger_models.layers.memory.planned import Planned
+from liger_models.layers.memory.planned import Planned, layers_without_gradient
 from liger_models.layers.memory.step import Plan, Step
 from liger_models.layers.recompute.activation_memory import ON_HOST, ActivationMemory
 
@@ -233,7 +233,7 @@ class StepMemory:
         every = [known[layer.spec] for layer in self.model.layers]
         if self.model.layers[0].float32_stream:  # its first sum is made within layer 0
             every[0] = every[0].with_input(self.step.tokens * self.model.spec.hidden_size * self.itemsize)
-        return [*map(frozen.without_gradient, every[: self._idle]), *every[self._idle :]]
+        return [*(costs.without_gradient() for costs in every[: self._idle]), *every[self._idle :]]
 
     @cached_property
     def _further(self) -> ModuleCosts:
@@ -241,7 +241,7 @@ class StepMemory:
 
     @cached_property
     def _idle(self) -> int:
-        return 0 if self.step.lora_rank else frozen.layers_without_gradient(self.model)
+        return 0 if self.step.lora_rank else layers_without_gradient(self.model)
 
     @cached_property
     def _tables(self) -> int:

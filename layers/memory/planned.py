@@ -1,4 +1,4 @@
-"""The interface of a model to plan for, and the search for the largest plan that fits."""
+"""The interface of a model to plan for, its layers without gradients, and the search for the largest plan."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ class Planned(Protocol):
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters, a tied one once."""
+
+
+def layers_without_gradient(model: Any) -> int:
+    """Number of a decoder's first layers that no gradient reaches. They keep nothing for a backward pass."""
+    before = [model.embed_tokens, getattr(model, "per_layer_inputs", None), *model.encoders]
+    before += [getattr(model, "embed_positions", None), getattr(model, "embed_norm", None)]
+    if any(p.requires_grad for module in before if module is not None for p in module.parameters()):
+        return 0
+    trained = (any(p.requires_grad for p in layer.parameters()) for layer in model.layers)
+    return next((number for number, any_trained in enumerate(trained) if any_trained), len(model.layers))
 
 
 def largest(fits: Callable[[int], bool], start: int = 1, most: int = 1 << 40) -> int:
