@@ -162,38 +162,9 @@ def load_model(
         ConfigError: settings that do not fit the model.
         CheckpointError: a checkpoint that is damaged, or another model's.
     """
-    options: dict[str, Any] = {
-        "device": world.device,
-        "attention": config.attention,
-        "activation_memory": "lean" if config.activation_memory == "auto" else config.activation_memory,
-        "float8": config.float8,
-        "shard": freezing_divide(config, world),
-        **_options_of_shape(config),
-    }
-    if config.lora is not None:
-        options["projections"] = "split"
-    on_host = config.weights_memory == "host"
-    if on_host and world.size > 1:
-        raise ConfigError(
-            "weights_memory 'host' supports one process only; shard the model over GPUs instead (shard)"
-        )
-    if config.quantize or on_host:
-        options["device"] = "cpu"  # each layer is quantised on its way to the device
-    dtype: Any = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    source = _source(config, checkpoint)
+    source, on_host = _source(config, checkpoint), config.weights_memory == "host"
     new = _new_rows(config, source, tokenizer)
-    if not _is_preset(source):
-        options |= {"new_tokens": new or None, "keep_quantised": config.keep_quantised}
-        model = from_hub(source, dtype=dtype, **options)
-        if model.dtype == torch.float16:
-            raise ConfigError(
-                f"{config.model} is in float16, whose range gradients exceed; choose --dtype bfloat16 or "
-                "float32"
-            )
-    else:
-        if config.dtype == "auto":
-            dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-        model = from_config(_fresh(config, tokenizer), dtype=dtype, **options)
+    model = _read_model(config, world, tokenizer, source, new)
     if labels_for(config) is None:
         check_language_model(model, config)
     if isinstance(model, LigerSequenceClassifier):
@@ -205,12 +176,11 @@ def load_model(
         check_new_rows_are_trained(model)
     frozen = {path for path, module in model.named_modules() if is_frozen(module)}
     size, flops = model.num_parameters(), StepFlops(model)
-    adapters: Adapters | None = None
     if config.quantize:
         quantise(model, config.quantize, world.device, on_host)
+    adapters: Adapters | None = None
     if config.lora is not None:
-        settings = LoraSettings.parse(config.lora)
-        adapters = Adapters(model, settings, config.model, config.seed, frozen, new)
+        adapters = Adapters(model, LoraSettings.parse(config.lora), config.model, config.seed, frozen, new)
         flops.below_adapters(sum(p.numel() for p in model.parameters() if p.requires_grad))
         if origin := checkpoint or config.adapter:
             adapters.read(Path(origin))
@@ -223,6 +193,40 @@ def load_model(
         model.set_activation_memory("auto", config.memory_budget, per_element, world.say)
     model.set_cuda_graphs(config.cuda_graphs)
     return LoadedModel(model.train(), adapters, flops, size)
+
+
+def _read_model(
+    config: TrainConfig, world: World, tokenizer: TextTokenizer, source: str, new: range
+) -> LigerCausalLM:
+    """Read the weights of a checkpoint, or draw those of a preset."""
+    on_host = config.weights_memory == "host"
+    if on_host and world.size > 1:
+        raise ConfigError(
+            "weights_memory 'host' supports one process only; shard the model over GPUs instead (shard)"
+        )
+    options: dict[str, Any] = {
+        # Each layer is quantised on its way to the device.
+        "device": "cpu" if config.quantize or on_host else world.device,
+        "attention": config.attention,
+        "activation_memory": "lean" if config.activation_memory == "auto" else config.activation_memory,
+        "float8": config.float8,
+        "shard": freezing_divide(config, world),
+        **_options_of_shape(config),
+    }
+    if config.lora is not None:
+        options["projections"] = "split"
+    dtype: Any = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    if _is_preset(source):
+        if config.dtype == "auto":
+            dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        return from_config(_fresh(config, tokenizer), dtype=dtype, **options)
+    options |= {"new_tokens": new or None, "keep_quantised": config.keep_quantised}
+    model = from_hub(source, dtype=dtype, **options)
+    if model.dtype == torch.float16:
+        raise ConfigError(
+            f"{config.model} is in float16, whose range gradients exceed; choose --dtype bfloat16 or float32"
+        )
+    return model
 
 
 def can_share_prompts(spec: ModelSpec, config: TrainConfig) -> bool:
@@ -291,13 +295,25 @@ def load_data(
     elif config.eval_fraction:
         documents, held_out = split(documents, config.eval_fraction, config.seed)
     if held_out:
-        world.say(f"held out: {describe(held_out.counts)}")
-        tokens, others = held_out.counts["tokens"], documents.counts["tokens"]
-        if config.eval_fraction and not 0.5 < tokens / (config.eval_fraction * others) < 2:
-            world.say(
-                f"that is {tokens / others:.2%} of the tokens instead of {config.eval_fraction:.2%}, since "
-                "documents are held out whole; divide long texts into documents, or pass --eval-data"
-            )
+        _report_held_out(config, world, documents, held_out)
+    _check_documents(config, spec, documents, held_out)
+    return documents, held_out
+
+
+def _report_held_out(config: TrainConfig, world: World, documents: Documents, held_out: Documents) -> None:
+    world.say(f"held out: {describe(held_out.counts)}")
+    tokens, others = held_out.counts["tokens"], documents.counts["tokens"]
+    if config.eval_fraction and not 0.5 < tokens / (config.eval_fraction * others) < 2:
+        world.say(
+            f"that is {tokens / others:.2%} of the tokens instead of {config.eval_fraction:.2%}, since "
+            "documents are held out whole; divide long texts into documents, or pass --eval-data"
+        )
+
+
+def _check_documents(
+    config: TrainConfig, spec: ModelSpec, documents: Documents, held_out: Documents | None
+) -> None:
+    """Refuse images in divided sequences, and documents longer than the model's positions."""
     if config.sequence_parallel > 1 and any(part.corpus.has_images for part in documents.parts):
         raise ConfigError(
             f"sequence_parallel is {config.sequence_parallel}, but the data have images, whose tokens cannot "
@@ -310,7 +326,6 @@ def load_data(
             f"the data has documents of {longest} tokens or more, but {config.model} was trained for "
             f"{limit} positions (max_position_embeddings); choose --seq-len {limit} or less"
         )
-    return documents, held_out
 
 
 def _stream_data(
@@ -368,32 +383,6 @@ def _source(config: TrainConfig, checkpoint: Path | None) -> str:
 def _fresh(config: TrainConfig, tokenizer: TextTokenizer) -> dict[str, Any]:
     """Config of a preset, with the tokenizer's ids."""
     return preset(config.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
-
-
-def load_second_model(
-    config: TrainConfig, world: World, tokenizer: TextTokenizer, name: str
-) -> LigerCausalLM:
-    """Load another model, such as a teacher, with the trained one's dtype and sharding, without gradients.
-
-    Raises:
-        ConfigError: its tokenizer is missing or has another vocabulary.
-        CheckpointError, HubError: it cannot be loaded.
-    """
-    folder = resolve(name)
-    if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(
-            f"{name} has no tokenizer.json, so its vocabulary cannot be compared with that of "
-            f"{config.model}; put the tokenizer's files next to its weights"
-        )
-    theirs, ours = (one.backend.get_vocab() for one in (TextTokenizer(folder), tokenizer))
-    if differ := sorted(token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token)):
-        raise ConfigError(
-            f"the tokenizer of {name} has a different vocabulary than that of {config.model}: "
-            f"{len(differ)} tokens differ, {differ[0]!r} among them; choose a model with the same one"
-        )
-    options: dict[str, Any] = {"device": world.device, "attention": config.attention, "shard": world.divide}
-    dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    return from_hub(name, dtype=dtype, **options).requires_grad_(False).eval()
 
 
 def _is_preset(name: str) -> bool:

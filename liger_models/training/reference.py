@@ -4,7 +4,7 @@ cached on disk.
 The reference is the model before training: the run's initial model or, when training new adapters, the model
 without them. Scores are stored with the tokenized data, one file per corpus, named by a digest of the
 reference's weights, dtype and quantisation, the corpus, and the objective's sum over tokens. A resumed run
-finds them there, or loads the reference again.
+finds them there, or loads the reference again. `load_second_model` loads other models, such as a teacher.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import json
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, local_path, resolve
-from liger_models.convert.errors import DataError
+from liger_models.convert.errors import ConfigError, DataError
 from liger_models.losses import without_adapters
 from liger_models.models.causal_lm import LigerCausalLM
+from liger_models.models.loading import from_hub
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import Groups, Stream
 from liger_models.training.data.corpora.corpus import Corpus
@@ -32,6 +34,7 @@ from liger_models.training.data.tokenizing import default_cache
 from liger_models.training.lora import TENSORS
 from liger_models.training.objectives.objective import Objective, score_rows
 from liger_models.training.processes.world import World
+from liger_models.training.text.tokenizer import TextTokenizer
 
 FORMAT = 1
 Mark = Callable[[str], object]
@@ -159,3 +162,29 @@ def _write(path: Path, scores: Tensor) -> None:
             f"{path}: cannot be written ({error.strerror or error}); free space, or pass another folder with "
             "--data-cache"
         ) from error
+
+
+def load_second_model(
+    config: TrainConfig, world: World, tokenizer: TextTokenizer, name: str
+) -> LigerCausalLM:
+    """Load another model, such as a teacher, with the trained one's dtype and sharding, without gradients.
+
+    Raises:
+        ConfigError: its tokenizer is missing or has another vocabulary.
+        CheckpointError, HubError: it cannot be loaded.
+    """
+    folder = resolve(name)
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{name} has no tokenizer.json, so its vocabulary cannot be compared with that of "
+            f"{config.model}; put the tokenizer's files next to its weights"
+        )
+    theirs, ours = (one.backend.get_vocab() for one in (TextTokenizer(folder), tokenizer))
+    if differ := sorted(token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token)):
+        raise ConfigError(
+            f"the tokenizer of {name} has a different vocabulary than that of {config.model}: "
+            f"{len(differ)} tokens differ, {differ[0]!r} among them; choose a model with the same one"
+        )
+    options: dict[str, Any] = {"device": world.device, "attention": config.attention, "shard": world.divide}
+    dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    return from_hub(name, dtype=dtype, **options).requires_grad_(False).eval()

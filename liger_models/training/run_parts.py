@@ -32,7 +32,6 @@ from liger_models.training.inputs import (
     can_share_prompts,
     load_data,
     load_model,
-    load_second_model,
     read_spec,
     tokenizer_folder,
 )
@@ -47,7 +46,7 @@ from liger_models.training.optimizer import build_optimizer
 from liger_models.training.processes.watch import Watch
 from liger_models.training.processes.world import World
 from liger_models.training.random_numbers import seed_generators
-from liger_models.training.reference import add_reference
+from liger_models.training.reference import add_reference, load_second_model
 from liger_models.training.results import Tally
 from liger_models.training.resuming import check_resumed, find_checkpoint
 from liger_models.training.settings_file import write_settings
