@@ -75,8 +75,8 @@ def with_alternating_axes(c: HFConfig, model: ModelSpec, sections: Sequence[int]
     sections = _sections(c, sections)
     if len(sections) != 3 or sections[0] != sections[1]:
         raise ConfigError(
-            f"{c.name}: mrope_section must give the pairs of row, column and time, of the first two as many; "
-            f"found {abbreviate(sections)}"
+            f"{c.name}: mrope_section must be numbers of pairs for row, column and time, the first two "
+            f"equal; found {abbreviate(sections)}"
         )
     return _with_axes(c, model, (1, 2) * sections[0] + (0,) * sections[2])
 

@@ -155,7 +155,8 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         text = self.config.get_text_config()
         if text.output_attentions if output_attentions is None else output_attentions:
             raise ValueError(
-                "output_attentions=True: attention weights are never made here; use transformers' own model"
+                "output_attentions=True: attention weights are never computed here; use transformers' own "
+                "model"
             )
         with_routers = self.wants_router_logits(others.pop("output_router_logits", None))
         others.pop("logits_to_keep", None)  # TRL's distillation also passes it to the base model
@@ -299,8 +300,8 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             len(attention_mask) != shape[0] or attention_mask.shape[1] < seen + shape[1]
         ):
             raise DataError(
-                f"attention_mask must be of all tokens so far, [{shape[0]}, {seen + shape[1]}], those in the "
-                f"cache too; found {list(attention_mask.shape)}"
+                f"attention_mask must cover all tokens so far, [{shape[0]}, {seen + shape[1]}], those in the "
+                f"cache included; found {list(attention_mask.shape)}"
             )
         if attention_mask is not None and bool((attention_mask != 0).all()):
             attention_mask = None

@@ -227,8 +227,8 @@ class LigerPreTrainedModel(CheckpointingSwitches, DtypesOfTransformers, PreTrain
         known = {name: e for name, e in self.weight_map().items() if name in found or name not in tied}
         if missing := sorted(known.keys() - found.keys()):
             raise CheckpointError(
-                f"the model has no {missing[0]} ({len(missing)} such tensors), so it is not what it was made "
-                "as: remove parametrizations, and unload adapters that are not PEFT's"
+                f"the model has no {missing[0]} ({len(missing)} such tensors), so it was changed after its "
+                "creation: remove parametrizations, and unload adapters that are not PEFT's"
             )
         own = {name: Ref(name, shape_of(get())) for name, get in found.items() if name not in known}
         yield from checkpoint_tensors(lambda name: found[name](), known | own)
@@ -342,7 +342,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, DtypesOfTransformers, PreTrain
         base = getattr(self.get_submodule(path), "base_layer", None) if path else None
         if part in getattr(base, "parts", ()):
             raise ValueError(
-                f"{path} is to have an adapter, and so is {part}, which is packed in it; call "
+                f"adapters were requested for {path} and for {part}, which is packed in it; call "
                 "model.split_projections() first, and name the parts"
             )
         found = by_path(self, target)

@@ -226,7 +226,7 @@ def test_every_hidden_state_gets_its_gradient(family, level, make_both, batch):
 
 def test_unsupported_arguments_are_refused(make_both, batch):
     model = make_both("llama").ours
-    with pytest.raises(ValueError, match="attention weights are never made"):
+    with pytest.raises(ValueError, match="attention weights are never computed"):
         model(**batch, output_attentions=True)
     with pytest.raises(TypeError, match="colour"):
         model(**batch, colour="red")

@@ -60,7 +60,7 @@ def save_adapter(model: Any, folder: str | Path, adapter_name: str = "default") 
         for kind, name in kinds.items():
             if kind not in _KINDS:
                 raise CheckpointError(
-                    f"{name}: of a packed projection only {', '.join(_KINDS)} can be divided; call "
+                    f"{name}: only {', '.join(_KINDS)} of a packed projection can be split; call "
                     "model.split_projections() before the adapter is made"
                 )
             whole = tensors.pop(name)
@@ -161,8 +161,8 @@ def _convert(model: Any, config: dict[str, Any], tensors: dict[str, Tensor], is_
     for path in sorted(targets):
         if isinstance(by_path(model, path), PatchEmbedding):
             raise CheckpointError(
-                f"{path}: the adapter has it, but the embedding of patches takes no adapter here: merge the "
-                "adapter with transformers' own model, and load that"
+                f"{path}: the adapter covers the patch embedding, which takes no adapter here; merge it into "
+                "transformers' own model, and load the result"
             )
     # Dense layers and shared experts whose names PEFT would take for stacked experts.
     by_name = stacks_by_names(model, {path.rpartition(".")[2] for path in targets})[0]

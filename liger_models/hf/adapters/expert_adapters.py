@@ -221,8 +221,8 @@ def take_usual_order(model: nn.Module, adapter: str) -> None:
         if order is not None and adapter in wrapper.lora_A:
             if order.exchanged:
                 raise CheckpointError(
-                    f"{path}: theirs has A for our B, which transformers' own loader does not know; "
-                    "load the adapter with liger_models.hf.load_adapter or peft.PeftModel.from_pretrained"
+                    f"{path}: the file has A where this model has B, which transformers' own loader does not "
+                    "know; load it with liger_models.hf.load_adapter or peft.PeftModel.from_pretrained"
                 )
             a, b = (linear[adapter].weight for linear in (wrapper.lora_A, wrapper.lora_B))
             for weight, ours in zip((a, b), order.read(a.data, b.data), strict=True):
@@ -235,8 +235,8 @@ def _install(wrapper: Any, name: str, order: StackOrder | None) -> None:
         return
     if wrapper.parameter_name in wrapper.get_base_layer().stacked_vectors:
         raise ValueError(
-            f"{name}: an adapter of biases would be in another order than in other people's files; adapt the "
-            "matrices, gate_up_proj and down_proj"
+            f"{name}: an adapter on biases would have another order than in the files of other libraries; "
+            "adapt the matrices, gate_up_proj and down_proj"
         )
 
     def write(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -38,8 +38,8 @@ def merged_tensors(model: nn.Module) -> dict[str, functools.partial[Tensor]]:
             found[name] = get
         elif not torch.equal(found[other](), get()):
             raise CheckpointError(
-                f"{other} and {name} are one tensor, which adapters make two of; untie them before the "
-                "adapter is made"
+                f"{other} and {name} are tied, and an adapter would make them differ; untie them before the "
+                "adapter is created"
             )
     return found
 

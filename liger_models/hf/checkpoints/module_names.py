@@ -154,16 +154,16 @@ def refuse_ambiguous(decoder: Any) -> None:
     for path, parts in decoder.several.items():
         if hasattr(decoder.get_submodule(path), "base_layer"):
             raise ValueError(
-                f"{path} is one layer in files and here, and in transformers' own model {', '.join(parts)}: "
-                "it would pass over an adapter of the one. Leave it out, as by exclude_modules=r'.*\\."
+                f"{path} is one layer in checkpoints and here, but {', '.join(parts)} in transformers' own "
+                "model, which would ignore its adapter. Leave it out, as with exclude_modules=r'.*\\."
                 f"{path.rpartition('.')[2]}'"
             )
     for path in decoder.ambiguous:
         module = decoder.get_submodule(path)
         if hasattr(module, "base_layer") or hasattr(module, "original_module"):
             raise ValueError(
-                f"{path} is another module here than in transformers' own model: a trained copy of it, or "
-                "its adapter, would be read as another one's; leave it out"
+                f"{path} names a different module in transformers' own model, which would read a trained "
+                "copy of it, or its adapter, into that one; leave it out"
             )
 
 

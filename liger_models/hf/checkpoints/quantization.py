@@ -44,16 +44,16 @@ def give_layers_to_quantise(model: Any) -> None:
     method = getattr(method, "value", method)
     if method not in METHODS and not any(_setting(settings, f"load_in_{n}bit") for n in (4, 8)):
         raise ConfigError(
-            f"quantization_config is of {method!r}; of the ways to quantise our models run with "
+            f"quantization_config asks for {method!r}, but our models support only "
             f"{' and '.join(METHODS)}. Call liger_models.hf.unregister() to load transformers' own model"
         )
     weight_map = model.weight_map()
     packed = packed_here_alone(model, weight_map)
     if parts := [path for path, layers in packed.items() if len(layers) > 1]:
         raise ConfigError(
-            f"{parts[0]} packs what a quantised checkpoint has as layers of their own "
-            f"({', '.join(packed[parts[0]])}): its blocks and its files "
-            "would not be those of transformers' own model. Call "
+            f"{parts[0]} packs layers that a quantised checkpoint stores one by one "
+            f"({', '.join(packed[parts[0]])}), so its quantisation blocks and its files would differ from "
+            "those of transformers' own model. Call "
             'liger_models.hf.register(projections="split") before from_pretrained'
         )
     model.split_projections()  # projections packed in checkpoints too become plain layers
