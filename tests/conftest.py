@@ -24,6 +24,7 @@ import interpreter
 from night import register_night
 from older import skip_other_releases
 from preloaded import SERVER, command, start_server
+from ranks import use_threads_of_tests
 from rewriting import rewrite_for_all
 from stand_in_for_timm import stand_in_for_timm
 
@@ -131,11 +132,13 @@ def pytest_unconfigure():
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     """Use one thread, which is faster for tiny tensors. Some runs ask for more, to change the order of sums
-    (tests/matrix.py).
+    (tests/matrix.py); processes that tests start then use as many, since their bits are compared.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+        use_threads_of_tests()
+        yield
     torch.set_num_threads(before)
 
 

@@ -60,7 +60,7 @@ def run_ranks(
     """Return the program's `results` of each rank. If a rank fails, fails with all errors; on a timeout, with
     every rank's stack.
     """
-    environment = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
     complaints = folder / "complaints"
     run = [time.time() + seconds, str(program), backend, str(folder), *arguments]
     all_ranks = Fork("ranks", *run, output=complaints, environment=environment)
@@ -106,6 +106,10 @@ def _server() -> Any:
     # Unbuffered: `wait` would not see data read ahead.
     python = command(os.environ[SERVER]) if SERVER in os.environ else [sys.executable]
     return subprocess.Popen([*python, __file__], env=environment, bufsize=0, **pipes)
+
+
+def use_threads_of_tests() -> None:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 @functools.cache
@@ -183,7 +187,7 @@ def _be_all_ranks(end: float, program: str, backend: str, folder: str, *argument
 
 
 def _be_code(code: str, *arguments: str) -> NoReturn:
-    torch.set_num_threads(1)
+    use_threads_of_tests()
     sys.argv = ["-c", *arguments]
     status: Any = 1
     try:
@@ -265,7 +269,7 @@ def _be_a_rank(
 ) -> None:
     # After a fork, torch replaces its pool of threads when it is next used. If several threads do so at once,
     # such as those that read a checkpoint, it raises "Invalid thread pool".
-    torch.set_num_threads(1)
+    use_threads_of_tests()
     # By a thread that needs nothing of Python's: a signal waits for a call of the GPU's driver to end.
     faulthandler.dump_traceback_later(max(1.0, end - time.time()))
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)

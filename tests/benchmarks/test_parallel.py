@@ -21,7 +21,6 @@ def test_two_processes_measure_a_model_and_report_what_is_missing(
 
     program = parallel.started
     monkeypatch.setattr(parallel, "started", started)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)

@@ -129,7 +129,7 @@ def run_ranks() -> Callable[..., list[dict[str, Any]]]:
         torch.save({"cases": cases, "batch": batch}, folder / "task.pt")
         launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         script = Path(__file__).with_name("sharded_rank.py")
-        environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"GLOO_SOCKET_IFNAME": "lo"}
         own = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_"))}
         if device == "cpu" and "DS_ACCELERATOR" not in environment:  # without torchrun, which imports again
             imports = f"import sys; sys.path.insert(0, {str(script.parent)!r}); import sharded_rank"

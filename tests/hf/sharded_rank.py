@@ -24,7 +24,6 @@ RATE = 0.05
 
 
 def main(folder: Path, device: str) -> None:
-    torch.set_num_threads(1)
     if device == "cpu":
         let_cpus_shard()
     liger_models.hf.register()

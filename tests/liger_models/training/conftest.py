@@ -33,14 +33,6 @@ def write_jsonl(path: Path, records: list) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_of_subprocesses():
-    """Small matrices gain nothing from threads, which slow down tests that run in parallel."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
-
-
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
     """Folder of tokenized data, for this process and subprocesses."""
