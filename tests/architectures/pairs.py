@@ -378,10 +378,10 @@ def map_like(architecture: Architecture, model: CausalLM, names: Set[str]) -> di
     for found in maps:
         if checkpoint_shapes(found).keys() == names:
             return found
-    difference = sorted(checkpoint_shapes(maps[0]).keys() ^ names)
+    ours = checkpoint_shapes(maps[0]).keys()
     raise ValueError(
-        f"none of the {len(maps)} layouts of {architecture.model_type} has the reference's names: "
-        f"{difference[:8]}"
+        f"none of the {len(maps)} layouts of {architecture.model_type} has the reference's names: only the "
+        f"first layout has {sorted(ours - names)[:4]}, and only the reference {sorted(names - ours)[:4]}"
     )
 
 
