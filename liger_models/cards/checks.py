@@ -96,7 +96,8 @@ def numbers(shop: Workshop) -> tuple[bool, Values]:
 
 
 def _say_numbers(found: Values) -> str:
-    media = [f"{found[kind]} {kind}" for kind in ("images", "sounds") if found.get(kind)]
+    counts = {"image": found.get("images"), "audio clip": found.get("sounds")}
+    media = [f"{n} {kind}{'s' * (n > 1)}" for kind, n in counts.items() if n]
     text = f"with {' and '.join(media)}: " if media else ""
     text += (
         f"relative distance of logits {found['logits']:.1e}, loss {found['loss']:.1e}, at most "
@@ -169,7 +170,8 @@ CHECKS: Mapping[str, Check] = {
         generation,
         lambda found: (
             f"{found['same']} of {found['tokens']} tokens the same"
-            + "".join(f", after {kind}" for kind in ("images", "sounds") if found.get(kind))
+            + (", after images" if found.get("images") else "")
+            + (", after audio" if found.get("sounds") else "")
         ),
     ),
     "resume": Check("resuming a training run", resume, _say_resume),

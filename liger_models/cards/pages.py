@@ -100,7 +100,7 @@ def overview(families: Sequence[Architecture], repository: Path) -> str:
 
 
 OPENING = """\
-The page of a family tells what was compared with transformers, when and where, and how large the
+The page of a family says what was compared with transformers, when and where, and how large the
 differences were.
 
 All types of rotary embedding in the configs of these families are supported (`default`, `linear`,

@@ -206,7 +206,9 @@ FEATURES: Mapping[str, Any] = {
     "interleaved rotary": lambda spec: any(rope.interleaved for rope in spec.ropes),
     "partial rotary": lambda spec: any(a.rope and a.rope.dim < a.head_dim for a in _attention(spec)),
     **{
-        rope_type: lambda spec, rope_type=rope_type: any(rope.type == rope_type for rope in spec.ropes)
+        f"RoPE scaling ({rope_type})": lambda spec, rope_type=rope_type: any(
+            rope.type == rope_type for rope in spec.ropes
+        )
         for rope_type in ("linear", "dynamic", "yarn", "longrope", "llama3")
     },
     "experts": lambda spec: bool(_experts(spec)),
@@ -221,7 +223,7 @@ FEATURES: Mapping[str, Any] = {
     "parallel attention and MLP": lambda spec: any(b.topology.startswith("parallel") for b in spec.blocks),
     "tied embeddings": lambda spec: spec.tie_word_embeddings,
     "images": lambda spec: spec.vision is not None,
-    "sounds": lambda spec: spec.audio is not None,
+    "audio": lambda spec: spec.audio is not None,
     "videos": lambda spec: getattr(spec.vision, "video_id", None) is not None,
 }
 """Features, each with a predicate on specs."""
