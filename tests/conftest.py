@@ -21,12 +21,12 @@ import torch
 sys.path.append(str(Path(__file__).parent))  # for interpreter, and for others in this folder
 
 import interpreter
+from fake_timm import fake_timm
 from night import register_night
 from older import skip_other_releases
 from preloaded import SERVER, command, start_server
 from ranks import use_threads_of_tests
 from rewriting import rewrite_for_all
-from stand_in_for_timm import stand_in_for_timm
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -235,5 +235,5 @@ def pytest_runtest_teardown(item):
 def timm(request):
     """A stand-in for that package, in tests of the family whose reference needs it."""
     needed = re.search(r"gemma3n(?!_text)", request.node.name)
-    with stand_in_for_timm() if needed else contextlib.nullcontext():
+    with fake_timm() if needed else contextlib.nullcontext():
         yield

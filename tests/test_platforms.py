@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from imitated_mps import imitated_mps
+from fake_mps import fake_mps
 
 from liger_models.convert import host
 from liger_models.convert.checkpoints.atomic import atomic_folder
@@ -201,7 +201,7 @@ def test_adamw_gives_parameters_on_mps_a_cpus_bits_without_float64_there(dtype):
         return [x.detach().cpu() for x in (weight, *state.values(), *norms)]
 
     expected = steps(weight.clone())
-    with imitated_mps(any_operation=True):
+    with fake_mps(any_operation=True):
         found = steps(weight.to("mps"))
     assert all(x.equal(y) for x, y in zip(found, expected, strict=True))
 
@@ -214,7 +214,7 @@ def test_attention_on_mps_is_that_of_a_cpu_without_torchs_kernels_there(dtype, m
     expected = fused.torch._scaled_dot_product_attention_math(
         *(x.double() for x in (q, k, v)), is_causal=True, scale=0.25, enable_gqa=True
     )[0]
-    with imitated_mps(any_operation=True):
+    with fake_mps(any_operation=True):
         found = fused.unmasked_attention(*(x.to("mps") for x in (q, k, v)), 0.25, causal=True).cpu()
     # Probabilities and the result are rounded, each by half a unit.
     assert (found - expected).abs().max() <= 3 * torch.finfo(dtype).eps * v.abs().max()

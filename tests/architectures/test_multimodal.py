@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_timm import fake_timm
 from older import class_of_transformers
 from pairs import randomise, reference_class, relative_distance
 from safetensors.torch import load_file, save_file
-from stand_in_for_timm import stand_in_for_timm
 from text_parts import CASES, TEXT
 
 import liger_models
@@ -51,7 +51,7 @@ def write(case, tmp_path_factory):
     reference_config = model_class.config_class(**copy.deepcopy(config))
     reference_config._attn_implementation = "eager"
     torch.manual_seed(0)
-    with stand_in_for_timm():
+    with fake_timm():
         reference = model_class(reference_config)
     randomise(reference, torch.Generator().manual_seed(1))
     folder = tmp_path_factory.mktemp("multimodal") / case

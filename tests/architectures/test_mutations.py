@@ -48,7 +48,7 @@ def test_another_value_of_any_field_of_the_spec_is_noticed(family, pair, make_pa
         missed = {fault: field for fault, field in missed.items() if field not in ROPE_FIELDS}
     noticed = fields_noticed_in_variants(family, pair, make_pair, set(missed.values()))
     unnoticed = [fault for fault, field in missed.items() if field not in noticed]
-    assert not unnoticed, "\n".join(unnoticed)
+    assert not unnoticed, "\n".join(["change `tiny` or add a variant that notices:", *unnoticed])
     needless = {f"field:{field}" for field in set(values_by_field(pair.ours.spec)) - set(faults.values())}
     assert not needless & find_architecture(family).skip.keys()
 

@@ -125,7 +125,8 @@ def test_a_missing_or_null_key_has_the_meaning_it_has_in_the_reference(family, m
                 if reading not in compared and not is_stated(family, key, *reading):
                     found[what, key] = failures(make_pair(family, changes).forward_distances())
                     compared.append(reading)
-    assert not any(found.values()), found
+    wrong = {f"{what}:{key}": distances for (what, key), distances in found.items() if distances}
+    assert not wrong, f"read differently than by the reference; state its default in `defaults`: {wrong}"
 
 
 def is_stated(family, key, spec, theirs):
@@ -146,8 +147,9 @@ def readings(family, changes):
 
 @of_layers("settings")
 def test_every_key_that_a_family_reads_has_an_effect_in_one_of_its_configs(family):
-    """Otherwise a wrong reading would go unnoticed. If this fails, add a variant to the family."""
-    assert not untried_keys(family)
+    """Otherwise a wrong reading would go unnoticed."""
+    untried = untried_keys(family)
+    assert not untried, f"no tiny config shows the effect of {untried}; add a variant that does"
 
 
 @of_layers("head")

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
+from fake_timm import MobileNet
 from pairs import BOUND, randomise, relative_distance
-from stand_in_for_timm import MobileNet
 
 ARGUMENTS = {"channel_multiplier": 0.02, "msfa_output_resolution": 2}
 

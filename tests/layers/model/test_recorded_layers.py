@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from graph_stand_in import record_on_a_cpu
+from fake_cuda_graphs import record_on_a_cpu
 from randomised import randomise
 
 import liger_models

@@ -1,7 +1,7 @@
 """Runs on MPS, imitated: no float64, no copy that does not wait, no operation that torch lacks there."""
 
 import pytest
-from imitated_mps import imitated_mps
+from fake_mps import fake_mps
 
 from liger_models.layers.projections import packed_linear
 from liger_models.training import run_parts
@@ -18,7 +18,7 @@ def test_a_run_on_mps_has_a_cpus_losses_and_resumes_with_the_same_bits(
     monkeypatch.setattr(run_parts, "measure_peak", lambda *_: 1e12)  # of matrices too large for a CPU
     changes = {**changes, "steps": 2, "eval_every": 1, "save_every": 1}
     on_cpu = losses(run(settings(**changes, output=tmp_path / "cpu")))
-    with imitated_mps():
+    with fake_mps():
         whole = run(settings(**changes, device="auto"))
         resumed = run(
             settings(**changes, device="mps", output=tmp_path / "resumed", resume=str(whole.checkpoints[0]))

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from graph_stand_in import record_on_a_cpu
+from fake_cuda_graphs import record_on_a_cpu
 
 from liger_models.convert.errors import ConfigError, TrainingError
 from liger_models.layers.experts.router import Router

@@ -1,6 +1,6 @@
 """MPS, imitated on any machine: tensors in CPU memory that say they are on MPS, and refuse what MPS lacks.
 
-    with imitated_mps():
+    with fake_mps():
         x = torch.zeros(3, device="mps")
 
 Refused are float64, operations on tensors of both devices, copies that do not wait (which on MPS may read
@@ -79,7 +79,7 @@ def _generator(device: Any = "cpu", made: Any = torch.Generator) -> torch.Genera
 
 
 @contextmanager
-def imitated_mps(any_operation: bool = False) -> Iterator[None]:
+def fake_mps(any_operation: bool = False) -> Iterator[None]:
     """Make tensors on MPS where a function is asked for them, and let torch say that it is there.
 
     Args:

@@ -167,7 +167,7 @@ class Wrapper(nn.Module):
         return SimpleNamespace(last_hidden_state=self.timm_model.forward_features(pixel_values))
 
 
-def stand_in_for_timm():
+def fake_timm():
     """Let transformers build the stand-in where it would need timm."""
     automatic = pytest.importorskip("transformers").AutoModel
     make = automatic.from_config
