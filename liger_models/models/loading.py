@@ -79,7 +79,8 @@ def from_hub(
         attention: the attention backend, see layers/attention/backends.py.
         activation_memory: what is kept for the backward pass (layers/recompute/activation_memory.py). "auto"
             chooses a level for each layer when the first batch arrives, so that a step fits `memory_budget`.
-        memory_budget: bytes of the GPU, text such as "120GiB", or a share; by default 0.95 of what is free.
+        memory_budget: bytes of the GPU, text such as "120GiB", or a share; by default 0.95 of what is free,
+            or 0.9 if the model is sharded.
         projections: "fused" computes query, key and value in one product, and gate and up in another; "split"
             makes each a layer with the checkpoint's name, for LoRA libraries and quantisers, which is
             slightly slower. See the model's `split_projections` and `fuse_projections`.

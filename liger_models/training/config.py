@@ -111,7 +111,8 @@ class TrainConfig:
     bias_update_rate   step size of the correction bias that balances experts, in models that have one;
                        0: constant (see liger_models.update_correction_bias)
     activation_memory  activations saved for the backward pass; "auto": as many as fit into
-    memory_budget      bytes of a GPU, such as 120GiB, or a fraction of the free memory (0.9); default 0.95
+    memory_budget      bytes of a GPU, such as 120GiB, or a fraction of the free memory (0.8); default 0.95,
+                       or 0.9 if the model is sharded
     text_only          train only the language model of a multimodal checkpoint
     freeze             patterns of checkpoint names, such as "embed_tokens" and "layers.0-15", whose weights
                        are frozen and get no adapters; or parts of a vision-language model: "vision",

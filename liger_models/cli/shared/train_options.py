@@ -364,7 +364,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add(
         "--memory-budget",
         metavar="SIZE",
-        help="GPU memory that auto may use, such as 120GiB, or a fraction of the free memory (default: 0.95)",
+        help="GPU memory that auto may use, such as 120GiB, or a fraction of the free memory "
+        "(default: 0.95, or 0.9 for a sharded model)",
     )
     add(
         "--shard",

@@ -186,6 +186,7 @@ def test_without_a_gpu_a_budget_is_needed():
 
 def test_a_budget_is_bytes_or_a_fraction():
     assert parse_budget(None) == (0.95, None)
+    assert parse_budget(None, sharded=True) == (0.9, None)  # collectives have memory of their own
     assert parse_budget(0.8) == (0.8, None)
     assert parse_budget("1.5 GiB") == (1.0, 3 * GIB // 2)
     assert parse_budget("120GB") == (1.0, 120 * 10**9)
