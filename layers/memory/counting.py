@@ -179,7 +179,7 @@ class StepMemory:
             "optimizer": 0 if self.step.optimizer_on_host else self._state,
             "gradients": gradients,
             "activations": activations,
-            "at work": transient + self._tables + self._dequantised + self.step.float8_copies,
+            "temporary": transient + self._tables + self._dequantised + self.step.float8_copies,
         }
 
     # -- what they are made of

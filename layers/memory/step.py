@@ -132,7 +132,7 @@ class Plan:
         most = "" if self.host_budget is None else f" of {self.host_budget / 2**30:.1f}"
         host = f", and {self.host / 2**30:.1f}{most} GiB of the host" if self.host else ""
         peak = f"{self.peak / 2**30:.1f}{budget} GiB{host}"
-        return f"{layers}; {self.repeated:.1%} of the work is repeated; {peak}"
+        return f"{layers}; {self.repeated:.1%} of the work is recomputation; {peak}"
 
 
 def _describe_levels(levels: Sequence[ActivationMemory], what: str) -> str:

@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
     def show(family: Architecture, line: Line) -> None:
         verdict = {True: "passed", False: "FAILED", None: "not run"}[line.passed]
         reason = line.values.get("error") or line.values.get("not_run") or ""
-        tqdm.write(f"{family.model_type}: {CHECKS[line.check].title}: {verdict} {reason}".rstrip())
+        reason = f" ({reason})" if reason else ""
+        tqdm.write(f"{family.model_type}: {CHECKS[line.check].title}: {verdict}{reason}")
 
     def keep(family: Architecture, card: Card) -> None:
         cards[family.model_type] = card

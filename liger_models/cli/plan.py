@@ -312,15 +312,15 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
     return StepMemory(
         model,
         Step(
-            args.batch_size,
-            1,
-            per_element,
-            args.gradient_accumulation > 1,
-            1 if shard == "none" else args.gpus,
-            rank,
-            lora is not None and lora.experts,
-            lora is not None and lora.dora,
-            QUANTISED[args.quantize] if args.quantize else None,
+            batch=args.batch_size,
+            seq=1,
+            optimizer_bytes=per_element,
+            accumulates=args.gradient_accumulation > 1,
+            gpus=1 if shard == "none" else args.gpus,
+            lora_rank=rank,
+            lora_experts=lora is not None and lora.experts,
+            dora=lora is not None and lora.dora,
+            weight_bytes=QUANTISED[args.quantize] if args.quantize else None,
             labels=args.labels,
             sequence_ranks=args.sequence_parallel,
             pass_states=args.pass_states,
@@ -367,11 +367,11 @@ def print_report(report: dict[str, Any]) -> None:
         f"{gib(report['budget'])} of its {gib(report['memory'])}\n"
     )
     print("It fits:" if report["fits"] else "It does NOT fit:", report["summary"])
-    print(f"\nPeak memory, in {report['moment']}")
+    print(f"\nPeak memory, during {report['moment']}:")
     print_table([(name, gib(count)) for name, count in report["parts"].items()] + [("", gib(report["peak"]))])
-    print("\nAll layers at the same --activation-memory level")
+    print("\nIf all layers have the same --activation-memory level:")
     host = any(found["host"] for found in report["by_level"].values())
-    head = ("level", "peak", *["pinned on the host"] * host, "work repeated")
+    head = ("level", "peak", *["pinned on the host"] * host, "recomputation")
     rows = [(*head, f"rows of {report['seq_len']} that fit", "longest row")]
     for level, found in report["by_level"].items():
         fitting = "" if found["fits"] else " (does not fit)"

@@ -79,7 +79,8 @@ class Choice(NamedTuple):
         fresh: the parameters that the checkpoint does not have.
         untied: the head is a tensor of its own, whatever the config says.
         kind: the class of the model.
-        beheaded: a language model's head was left out, so that the model is saved under a base model's names.
+        without_head: a language model's head was left out, so that the model is saved under a base model's
+            names.
         names: of the checkpoint's tensors; None without a checkpoint.
     """
 
@@ -89,7 +90,7 @@ class Choice(NamedTuple):
     fresh: tuple[str, ...] = ()
     untied: bool = False
     kind: type[LigerCausalLM] = LigerCausalLM
-    beheaded: bool = False
+    without_head: bool = False
     names: Collection[str] | None = None
 
 
@@ -97,7 +98,7 @@ def choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | No
     """The architecture of a config, and of a checkpoint the tensors to read."""
     read = text_config_of(config) if options.text_only else config
     architecture, labels = matching.architecture_of(read), options.labels or labels_of(read.raw)
-    left_out, fresh, untied, beheaded = None, False, False, False
+    left_out, fresh, untied, without_head = None, False, False, False
     kind: type[LigerCausalLM] = LigerCausalLM
     if reader is not None and read is not config:
         read, left_out = select_text(config, read, reader)
@@ -110,7 +111,7 @@ def choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | No
         architecture, kind = as_classifier(architecture), LigerSequenceClassifier
         read = read.with_raw(with_labels(read.raw, labels, architecture.reference))
     elif not options.head or is_base(read, architecture, reader):
-        beheaded = reader is not None and not options.head and leave_out_heads(reader, architecture)
+        without_head = reader is not None and not options.head and leave_out_heads(reader, architecture)
         architecture, kind = as_base(architecture), LigerBaseModel
         if not options.head:
             read = read.with_raw({**read.raw, "architectures": [architecture.reference]})
@@ -118,7 +119,7 @@ def choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | No
         read.most_layers = min(read.most_layers, len(reader.tensors))
         untied = architecture.multimodal and has_own_head(architecture, reader)
     missing, names = ("lm_head.weight",) * fresh, None if reader is None else reader.tensors.keys()
-    return Choice(read, architecture, left_out, missing, untied, kind, beheaded, names)
+    return Choice(read, architecture, left_out, missing, untied, kind, without_head, names)
 
 
 def with_new_rows(choice: Choice, tokens: range, reader: ReaderWithNewRows) -> Choice:

@@ -267,7 +267,7 @@ def _note_source(
     """Let the model be saved as the checkpoint that was read, or as the part of it that it is."""
     if choice.fresh:
         model.reset_parameters_of(model.lm_head)
-    elif choice.beheaded:
+    elif choice.without_head:
         model.layout = source.layout.of_base()
     elif choice.left_out is None:
         model.source = source

@@ -470,5 +470,5 @@ def test_one_projection_at_a_time_is_dequantised():
     """Gate and up are separate layers, once they are quantised."""
     model = shared_on_meta(LLAMA_8B | {"num_hidden_layers": 1})
     dense, quantised = (Step(1, 4096, lora_rank=16, weight_bytes=size) for size in (None, 0.5))
-    at_work = [StepMemory(model, step).plan(["offload"]).parts["at work"] for step in (quantised, dense)]
-    assert at_work[0] - at_work[1] == 2 * 14336 * 4096
+    temporary = [StepMemory(model, step).plan(["offload"]).parts["temporary"] for step in (quantised, dense)]
+    assert temporary[0] - temporary[1] == 2 * 14336 * 4096

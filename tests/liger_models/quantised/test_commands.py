@@ -67,7 +67,7 @@ def test_plan_counts_weights_in_the_bits_of_the_checkpoint(gpt_oss, capsys):
     assert kept["num_parameters"] == dense["num_parameters"]
     saved = nbytes(gpt_oss.expected(torch.bfloat16)) - nbytes(gpt_oss.tensors)
     assert dense["parts"]["weights"] - kept["parts"]["weights"] == saved > 0
-    assert kept["parts"]["at work"] > dense["parts"]["at work"]  # the decoded experts
+    assert kept["parts"]["temporary"] > dense["parts"]["temporary"]  # the decoded experts
     for arguments, message in (
         ([str(gpt_oss.folder), "--keep-quantised"], "--keep-quantised needs --lora"),
         (["llama-3.2-1b", "--lora", "r=4", "--keep-quantised"], "llama-3.2-1b has no quantised weights"),
