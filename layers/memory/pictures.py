@@ -233,17 +233,51 @@ def edges_of(
     encoder = trained[0]
     if not shown.patches or not any(trained):
         return Edges()
+    if isinstance(spec, TiledVisionSpec):
+        return _edges_of_tiles(spec, shown, hidden_size, dtype, encoder)
+    kept, merger = _outside_layers(spec, shown, dtype, encoder)
+    patches = _projected(spec, shown)
+    ways = _measured_projectors(spec, shown, patches, hidden_size, dtype, encoder)
+    state = encoder * patches * spec.feature_size * dtype.itemsize
+    features = shown.features * hidden_size * dtype.itemsize
+    # The last one is the first of the backward pass. By then gradients of the others' outputs exist; those
+    # of its input and its parameters wait for the others.
+    backward = done = 0
+    for waiting, (one, gradients) in reversed(list(enumerate(ways))):
+        backward = max(backward, done + one.backward + waiting * features)
+        done += gradients + state - one.saved
+    saved = sum(one.saved for one, _ in ways)
+    # The input of the encoder's next layer is shared with that layer.
+    return Edges(
+        encoder=encoder * kept,
+        projector=saved - len(spec.deep) * state,
+        language=len(spec.feature_layers) * features,
+        backward=backward,
+        state=state,
+        merger=merger.backward,
+    )
+
+
+def _edges_of_tiles(
+    spec: TiledVisionSpec, shown: Shown, hidden_size: int, dtype: torch.dtype, encoder: bool
+) -> Edges:
     width, size = spec.hidden_size, dtype.itemsize
     kept = shown.patches * spec.patches.width * size
-    if isinstance(spec, TiledVisionSpec):
-        # The positions scaled by a gate, the inputs and statistics of two norms, and per token its position
-        # in both orders and its range of visible keys.
-        kept += shown.read * width * max(size, 4) + 2 * shown.tokens * (width * size + 8)
-        kept += shown.tokens * (2 * 8 + 2 * 4)
-        linear = nn.Linear(spec.width, hidden_size, device="meta", dtype=dtype)
-        made = measured(linear, shown.read, spec.width, dtype, encoder)
-        return Edges(encoder * kept, made.saved, shown.read * hidden_size * size, made.backward)
-    tokens, merger = shown.tokens, Measured(0, 0)
+    # The positions scaled by a gate, the inputs and statistics of two norms, and per token its position in
+    # both orders and its range of visible keys.
+    kept += shown.read * width * max(size, 4) + 2 * shown.tokens * (width * size + 8)
+    kept += shown.tokens * (2 * 8 + 2 * 4)
+    linear = nn.Linear(spec.width, hidden_size, device="meta", dtype=dtype)
+    made = measured(linear, shown.read, spec.width, dtype, encoder)
+    return Edges(encoder * kept, made.saved, shown.read * hidden_size * size, made.backward)
+
+
+def _outside_layers(
+    spec: VisionSpec, shown: Shown, dtype: torch.dtype, encoder: bool
+) -> tuple[int, Measured]:
+    """Bytes that an encoder keeps before, between and after its layers, and its merger."""
+    width, size = spec.hidden_size, dtype.itemsize
+    kept, tokens, merger = shown.patches * spec.patches.width * size, shown.tokens, Measured(0, 0)
     if spec.merger is not None:
         with torch.device("meta"):
             within = WindowMerger(width, spec.merger, spec.projector.merge).to(dtype)
@@ -265,19 +299,30 @@ def edges_of(
     kept += (len(norms) * shown.tokens + (spec.norm_after is not None) * tokens) * (width * size + 8)
     if spec.norm_pixels is not None:
         kept += shown.patches * (spec.patches.width * size + 8)
+    return kept, merger
+
+
+def _projected(spec: VisionSpec, shown: Shown) -> int:
+    """Number of the encoder's outputs that the projectors read."""
+    if spec.query_encoder is not None:
+        return shown.merged - shown.tokens // spec.query_encoder.merge**2
+    if isinstance(spec.pictures, PooledGrids):
+        return shown.features
+    if spec.class_feature:
+        return shown.tokens
+    return shown.patches // spec.merge**2 * spec.projector.merge**2
+
+
+def _measured_projectors(
+    spec: VisionSpec, shown: Shown, patches: int, hidden_size: int, dtype: torch.dtype, encoder: bool
+) -> list[tuple[Measured, int]]:
+    """Memory of each projector, and bytes of the gradients of its parameters."""
     width = spec.feature_size
     taken = max(len(spec.taken), 1) * width
-    ways = [(taken, spec.projector), *((width, spec.deep_projector) for _ in spec.deep)]
-    patches = shown.patches // spec.merge**2 * spec.projector.merge**2
-    patches = shown.tokens if spec.class_feature else patches
-    if isinstance(spec.pictures, PooledGrids):
-        patches = shown.features
-    if spec.query_encoder is not None:
-        patches = shown.merged - shown.tokens // spec.query_encoder.merge**2
     found = []
-    for wide, projector_spec in ways:
+    for wide, projector_spec in [(taken, spec.projector), *((width, spec.deep_projector) for _ in spec.deep)]:
         with torch.device("meta"):
-            way = PROJECTORS[type(projector_spec)](wide, hidden_size, projector_spec).to(dtype)
+            projector = PROJECTORS[type(projector_spec)](wide, hidden_size, projector_spec).to(dtype)
         grid = (1, projector_spec.merge, patches // projector_spec.merge)
         others: list[Any] = [[grid]] if isinstance(projector_spec, OF_GRIDS) else []
         if isinstance(spec.pictures, MaskedPictures):
@@ -288,22 +333,6 @@ def edges_of(
             others = [torch.zeros(shown.features, BLOCK**2, dtype=torch.long, device="cpu")]
         if isinstance(spec.pictures, WindowedPictures):
             others = [torch.empty(shown.features, POOLED**2, dtype=torch.long, device="meta")]
-        gradients = sum(p.nbytes for p in way.parameters())
-        found.append((measured(way, patches, wide, dtype, encoder, *others), gradients))
-    state, features = encoder * patches * width * size, shown.features * hidden_size * size
-    # The last one is the first of the backward pass. By then gradients of the others' outputs exist; those
-    # of its input and its parameters wait for the others.
-    backward = done = 0
-    for waiting, (one, gradients) in reversed(list(enumerate(found))):
-        backward = max(backward, done + one.backward + waiting * features)
-        done += gradients + state - one.saved
-    saved, further = sum(one.saved for one, _ in found), len(spec.feature_layers)
-    # The input of the encoder's next layer is shared with that layer.
-    return Edges(
-        encoder * kept,
-        saved - len(spec.deep) * state,
-        further * features,
-        backward,
-        state,
-        merger.backward,
-    )
+        gradients = sum(p.nbytes for p in projector.parameters())
+        found.append((measured(projector, patches, wide, dtype, encoder, *others), gradients))
+    return found

@@ -43,6 +43,7 @@ from liger_models.layers.model.scoring import Scoring
 from liger_models.layers.parts.head_layers import make_head_layers, refuse_head_layers
 from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
 from liger_models.layers.sequences.documents import IGNORE_INDEX
+from liger_models.layers.sequences.sequences import Sequences
 
 
 @dataclass
@@ -189,10 +190,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         )
         hidden, routers, added = self.for_head(output.last_hidden_state), {}, None
         if with_routers:
-            # Padding is ignored, as in transformers.
-            of_tokens = [sequences.pack(x.unflatten(0, shape)) for x in output.router_logits]
-            aux_loss, added = self.base_decoder.router_loss(of_tokens)
-            routers = {"aux_loss": aux_loss, "router_logits": output.router_logits}
+            routers, added = self._router_outputs(output.router_logits, sequences, shape)
         found: ModelOutput = CausalLMOutput()
         if targets is not None:
             packed = sequences.pack(hidden)
@@ -208,18 +206,25 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         if return_logits:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.logit_form(self.lm_head(hidden[:, kept]))
+        return self._complete(output, routers, loss=found.get("loss"), logits=logits)
+
+    def _router_outputs(
+        self, router_logits: tuple[Tensor, ...], sequences: Sequences, shape: tuple[int, int]
+    ) -> tuple[dict[str, Any], Any]:
+        """The outputs of routers, and the loss that is added to the model's."""
+        # Padding is ignored, as in transformers.
+        of_tokens = [sequences.pack(x.unflatten(0, shape)) for x in router_logits]
+        aux_loss, added = self.base_decoder.router_loss(of_tokens)
+        return {"aux_loss": aux_loss, "router_logits": router_logits}, added
+
+    def _complete(self, output: Any, routers: dict[str, Any], **of_head: Tensor | None) -> ModelOutput:
+        """Output of the class that transformers' own model returns, with the cache under its name there."""
+        spec, filled = self.base_decoder.spec, getattr(output, CACHE)
         make: Any = MoeCausalLMOutputWithPast if routers else CausalLMOutputWithPast
-        filled = getattr(output, CACHE)
         of_states = spec.is_recurrent and all(block.recurrent is not None for block in spec.blocks)
         if of_states and CACHE == "past_key_values":
             make, routers = StateSpaceOutput, {"cache_params": filled}
-        return make(
-            loss=found.get("loss"),
-            logits=logits,
-            hidden_states=output.hidden_states,
-            **{CACHE: filled},
-            **routers,
-        )
+        return make(**of_head, hidden_states=output.hidden_states, **{CACHE: filled}, **routers)
 
     @staticmethod
     def create_masks_for_generate(*, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
