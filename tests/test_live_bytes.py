@@ -30,6 +30,7 @@ from liger_models.layers.recompute import activation_memory, offload
 from liger_models.layers.recompute.activation_memory import LEVELS, RERUN
 from liger_models.layers.specs import (
     CompressedAttentionSpec,
+    ContextAttentionSpec,
     CrossAttentionSpec,
     DistanceAttentionSpec,
     GridAttentionSpec,
@@ -310,6 +311,7 @@ OTHERS = {
     GridAttentionSpec: "attention of an image encoder: tests/layers/grids/test_grid_attention.py",
     LocalAttentionSpec: "attention of an encoder of sound; its bytes: tests/layers/blocks/test_blocks.py",
     DistanceAttentionSpec: "the same, with a table that layers share: tests/audio/test_phi4_multimodal.py",
+    ContextAttentionSpec: "the same, within blocks: tests/audio/test_parakeet.py",
     RelativeAttentionSpec: "the same, with relative positions: tests/audio/test_parakeet.py",
     LightConvSpec: "convolutions of an encoder of sound: the same",
     GridConvSpec: "convolutions of an image encoder: tests/layers/grids/test_grid_conv.py",

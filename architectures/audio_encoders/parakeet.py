@@ -32,6 +32,7 @@ NAMES: Names = (
     *((".first_layernorm.", ".norm_feed_forward1."), (".input_layernorm.", ".norm_self_att.")),
     *((".conv_layernorm.", ".norm_conv."), (".pre_feedforward_layernorm.", ".norm_feed_forward2.")),
     *((".final_layernorm.", ".norm_out."), (".conv.in_proj.", ".conv.pointwise_conv1.")),
+    (".conv.batch_norm.", ".conv.norm."),
     *((".conv.conv1d.", ".conv.depthwise_conv."), (".conv.out_proj.", ".conv.pointwise_conv2.")),
     (".subsampling.in_proj.", ".subsampling.linear."),
     *subsampling_names(".subsampling.layers."),

@@ -1,5 +1,5 @@
 """Shared parts of image encoders: attention over all patches, patches, projectors, the states that a
-projector reads, tiles; and the Q-Formers of Granite 4 Vision.
+projector reads, tiles; and Q-Formers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from liger_models.layers.specs import (
     Activation,
     AnyresPictures,
     AttentionSpec,
+    FrameQueriesSpec,
     LayerNormSpec,
     MLPProjectorSpec,
     PatchSpec,
@@ -181,7 +182,7 @@ def tokens_by_patches(c: HFConfig) -> tuple[tuple[int, int], ...]:
     return tuple((int(key), count) for key, count in found.items())
 
 
-# -- Granite 4 Vision
+# -- Q-Formers, of Granite 4 Vision and of Granite Speech
 
 CORNERS = 4
 _DROPOUTS = "hidden_dropout_prob", "attention_probs_dropout_prob"
@@ -189,7 +190,7 @@ _OF_ATTENTION = (
     *(("q_proj.", "attention.query."), ("k_proj.", "attention.key."), ("v_proj.", "attention.value.")),
     *(("o_proj.", "output.dense."), ("norm.", "output.LayerNorm.")),
 )
-QUERY_NAMES = (
+QUERY_LAYER_NAMES = (
     *(
         (f".{kind}.{here}", f".{kind}.{there}")
         for kind in ("attention", "crossattention")
@@ -197,14 +198,15 @@ QUERY_NAMES = (
     ),
     *((".up_proj.", ".intermediate_query.dense."), (".down_proj.", ".output_query.dense.")),
     *((".norm_mlp.", ".output_query.LayerNorm."), (".norm_queries.", ".qformer.layernorm.")),
-    *(
-        (".layers.", ".qformer.encoder.layer."),
-        (".linear.", ".out_linear."),
-        (".positions", ".image_positions"),
-    ),
+    (".layers.", ".qformer.encoder.layer."),
+)
+"""Names of a Q-Former in a projector."""
+QUERY_NAMES = (
+    *QUERY_LAYER_NAMES,
+    *((".linear.", ".out_linear."), (".positions", ".image_positions")),
     *(("layerwise.", "layerwise_projectors."), ("spatial.", "spatial_projectors.")),
 )
-"""Names of the projectors."""
+"""Names of the projectors of Granite 4 Vision."""
 
 
 def targets(c: HFConfig) -> Any:
@@ -231,6 +233,33 @@ def states_for_layers(c: HFConfig, v: HFConfig) -> list[tuple[int, int]]:
             f"found {abbreviate(listed)} and {abbreviate(layers)}"
         )
     return [(state % (depth + 1), layer) for state, layer in found]
+
+
+def query_former(q: HFConfig, window: int, queries: int, inputs: int) -> FrameQueriesSpec:
+    """A projector of windows of so many frames, which have so many queries, from the Q-Former's config.
+
+    Args:
+        inputs: the width of a frame.
+
+    Raises:
+        ConfigError: sizes that the reference cannot run, or dropout.
+    """
+    q.fill({"hidden_act": "gelu", **dict.fromkeys(_DROPOUTS, 0.1)})
+    for key in ("vocab_size", "max_position_embeddings", "pad_token_id"):
+        q.take(key, None)  # not read
+    q.take_only(use_qformer_text_input=False)
+    width, heads = q.take_count("hidden_size", 768), q.take_count("num_attention_heads", 12)
+    if width % heads:
+        raise ConfigError(f"{q.name}: {heads} heads of {width} dimensions together; expected a multiple")
+    if (found := q.take_count("encoder_hidden_size", 1408)) != inputs:
+        raise ConfigError(f"{q.name}: encoder_hidden_size is {found}; expected {inputs}, the encoder's width")
+    return FrameQueriesSpec(
+        *(window, queries, width, heads, q.take_count("intermediate_size", 3072)),
+        LayerNormSpec(q.take_number("layer_norm_eps", 1e-12)),
+        q.take_count("num_hidden_layers", 12),
+        q.take_count("cross_attention_frequency", 2),
+        activation(q, gated=False),
+    )
 
 
 def window_queries(

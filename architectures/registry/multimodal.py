@@ -42,6 +42,7 @@ _ASIDE_NAMES = """
     merger_times image_start_id image_end_id slice_start_id slice_end_id newline_id
     low_res_image_start_token_id frame_start_token_id frame_end_token_id use_frame_special_tokens
     timestamp_token_id token_classification_bias
+    encoder_config projector_config window_size has_lora_adapter
 """
 _ASIDE = frozenset(_ASIDE_NAMES.split())
 _TOP_AND_TEXT = frozenset(

@@ -105,6 +105,7 @@ _TOWERS = (
     "connector.",
     *("merger.", "layerwise_projectors.", "spatial_projectors."),
     "projector.",
+    "encoder.",
     "mm_projector.",
     "visual_embeddings_table.",
     "vision_encoder.",
@@ -179,6 +180,11 @@ MULTIMODAL: dict[str, Multimodal] = {
     "qwen2_audio": Multimodal({"qwen2": "qwen2"}, settings={"tie_word_embeddings": False}),
     "audioflamingo3": Multimodal({"qwen2": "qwen2"}, settings={"tie_word_embeddings": False}),
     "qwen3_asr": Multimodal({"qwen3": "qwen3"}, tied=True),
+    # Their heads do not divide by logits_scaling, as Granite's does.
+    **dict.fromkeys(
+        ("granite_speech", "granite_speech_plus"),
+        Multimodal({"granite": "granite"}, tied=True, settings={"logits_scaling": 1.0}),
+    ),
     "voxtral": Multimodal(
         {"llama": "llama"},
         settings={"tie_word_embeddings": False},

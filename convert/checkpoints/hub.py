@@ -107,7 +107,7 @@ def _is_adapter(folder: Path, name: object, accepted: bool) -> bool:
     if (folder / "config.json").is_file():
         raise CheckpointError(
             f"{name}: holds a PEFT adapter ({ADAPTER_CONFIG}) and a model; remove {ADAPTER_CONFIG} to use "
-            "the model's weights without it"
+            "the model's weights without it, or load both with liger_models.hf, as transformers does"
         )
     if not accepted:
         raise CheckpointError(

@@ -7,8 +7,11 @@ Phi-4-multimodal (arXiv:2503.01743, section 2.1.2), Parakeet (after FastConforme
     blocks of two MLPs, attention and a convolution (layers/blocks/encoders/conformer.py)
     x @ W_out^T + b, in some families, or every fourth frame
 
+or one linear layer (Granite Speech, arXiv:2505.08699), whose middle layer's scores of characters are added
+
 Convolutions read zeros after the end of a clip. So each clip is encoded as if it were alone. Those of Gemma
-3n read the padding that the processor made, in up to two frames at the end, as in the reference.
+3n read the padding that the processor made, in up to two frames at the end, as in the reference. Granite
+Speech encodes all padding, as in the reference: its processor does not say where a clip ends.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels._copies import to_device
+from liger_models.kernels._dispatch import at_least_float32
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.audio.frames import Convolution, CumulativeNorm, StoredMoments, unpadded
 from liger_models.layers.audio.sounds import Sounds
@@ -39,7 +43,9 @@ from liger_models.layers.specs import (
     ConformerSounds,
     CountedSounds,
     DistanceAttentionSpec,
+    FrameQueriesSpec,
     LayerNormSpec,
+    StackedSounds,
     SubsampledSounds,
 )
 
@@ -65,7 +71,11 @@ class ConformerEncoder(nn.Module):
         self.distances = self.out_proj = None
         if spec.distances is not None:
             mixers = [b.mixer for b in spec.blocks if isinstance(b.mixer, DistanceAttentionSpec)]
-            self.distances = DistanceTable(spec.distances, mixers[0].num_attention_heads)
+            self.distances = DistanceTable(2 * spec.distances, mixers[0].num_attention_heads)
+        self.out = self.out_mid = None
+        if spec.characters is not None:
+            self.out = Linear(spec.hidden_size, spec.characters, bias=True)
+            self.out_mid = Linear(spec.characters, spec.hidden_size, bias=True)
         if spec.output_size is not None:
             self.out_proj = Linear(spec.hidden_size, spec.output_size, bias=True)
 
@@ -79,8 +89,17 @@ class ConformerEncoder(nn.Module):
         sequences.unseen = unseen_frames(sounds, x.device)
         sequences.prepare_rotary(())
         read = () if self.distances is None else (self.distances(),)
-        for layer in self.layers:
+        states = {0: x} if 0 in self.spec.states else {}
+        for number, layer in enumerate(self.layers, 1):
             x, residual = run_block(layer, x, residual, sequences, *read, offload=offload)
+            if number == len(self.layers) // 2 and self.out is not None and self.out_mid is not None:
+                x = x + self.out_mid(at_least_float32(self.out(x)).softmax(-1).to(x.dtype))
+            if number in self.spec.states:
+                states[number] = x
+        if states:
+            x = torch.cat([*(states[number] for number in self.spec.states), x], dim=1)
+        if isinstance(self.spec.projector, FrameQueriesSpec):
+            return in_whole_windows(x, sounds, self.spec.projector.window)
         x = without_rows_after(x, sounds.frames, sounds.filling)
         if self.spec.reduction > 1:
             x = torch.cat([clip[:: self.spec.reduction] for clip in x.split(sounds.frames)])
@@ -112,8 +131,9 @@ class Subsampling(nn.Module):
             else:
                 halved = HalvedColumnsSeparable(inputs, outputs, sounds.activation, first=not number)
             self.add_module(f"layer{number}", halved)
-        self.halvings, self.reads_padding = len(sounds.channels), getattr(sounds, "cumulative", False)
-        width = sounds.channels[-1] * -(-bins // 2**self.halvings)
+        self.halvings = len(sounds.channels)
+        self.reads_padding = isinstance(sounds, StackedSounds) or getattr(sounds, "cumulative", False)
+        width = sounds.channels[-1] * -(-bins // 2**self.halvings) if sounds.channels else bins
         self.in_proj = Linear(width, hidden_size, bias=self.channels_first)
 
     def forward(self, sounds: Sounds) -> Tensor:
@@ -177,6 +197,14 @@ class HalvedColumnsSeparable(nn.Module):
         """x [clips, columns, frequencies, inputs] -> [clips, columns / 2, frequencies / 2, outputs]."""
         x = self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         return self.activation(x if self.pointwise is None else self.pointwise(x))
+
+
+def in_whole_windows(x: Tensor, sounds: Sounds, window: int) -> Tensor:
+    """The frames of each clip's windows, of x [frames of all clips, D] -> [windows * window, D], with zeros
+    after the last frame.
+    """
+    clips = zip(x.split(sounds.frames), sounds.columns, strict=True)
+    return torch.cat([F.pad(clip[:n], (0, 0, 0, -n % window)) for clip, n in clips])
 
 
 def unseen_frames(sounds: Sounds, device: torch.device) -> Tensor | None:

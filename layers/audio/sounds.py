@@ -20,7 +20,9 @@ from liger_models.layers.specs import (
     ConformerSounds,
     CountedSounds,
     DepthwiseSounds,
+    FrameQueriesSpec,
     PaddedSounds,
+    StackedSounds,
     WaveformSounds,
 )
 from liger_models.layers.vision.grid_inputs import taken, together
@@ -50,6 +52,10 @@ class Sounds:
         self.frames = [frames_of(spec, n) for n in self.columns]
         self.lengths, self.filling = self.frames, [0] * len(self.frames)
         self.unseen = [0] * len(self.frames)
+        if isinstance(spec.sounds, StackedSounds):  # padding is encoded, too
+            self.lengths = self.frames = [features.shape[1] if features.dim() == 3 else max(columns)] * len(
+                self.columns
+            )
         if isinstance(spec.sounds, DepthwiseSounds):
             self.unseen = [n - _halved(spec, own) for n, own in zip(self.frames, self.columns, strict=True)]
         if isinstance(spec.sounds, CountedSounds):
@@ -62,7 +68,8 @@ class Sounds:
 
     def counts(self) -> list[int]:
         """The number of tokens of each clip."""
-        return [tokens_of(self.spec, n) for n in self.frames]
+        made_of = self.columns if isinstance(self.spec.sounds, StackedSounds) else self.frames
+        return [tokens_of(self.spec, n) for n in made_of]
 
 
 def frames_of(spec: AudioSpec, columns: int) -> int:
@@ -90,6 +97,8 @@ def tokens_of(spec: AudioSpec, frames: int) -> int:
     """The number of tokens of a clip of so many frames."""
     if spec.tokens is not None:
         return spec.tokens
+    if isinstance(spec.projector, FrameQueriesSpec):
+        return -(-frames // spec.projector.window) * spec.projector.queries
     return (frames // 2 if spec.paired else frames) // spec.projector.merge**2
 
 
@@ -155,9 +164,10 @@ def take_sounds(spec: AudioSpec, keywords: dict[str, Any]) -> Sounds | None:
 def _columns(spec: AudioSpec, mask: Tensor, clips: int, most: int) -> list[int]:
     """The number of columns of each clip without padding. Reads the mask on the host."""
     name = spec.sounds.mask
-    if tuple(mask.shape) != (clips, most):
+    known = tokens_of(spec, most) if isinstance(spec.sounds, StackedSounds) else most
+    if tuple(mask.shape) != (clips, known):
         raise DataError(
-            f"{name} must be {[clips, most]}, by {spec.sounds.features}; found {list(mask.shape)}"
+            f"{name} must be {[clips, known]}, by {spec.sounds.features}; found {list(mask.shape)}"
         )
     mask = mask.cpu() != 0
     columns = mask.sum(1).tolist()
@@ -165,7 +175,19 @@ def _columns(spec: AudioSpec, mask: Tensor, clips: int, most: int) -> list[int]:
         raise DataError(f"{name} must be ones and then zeros in every row, since padding follows the sound")
     if short := [i for i, n in enumerate(columns) if n < 1]:
         raise DataError(f"{name}[{short[0]}] has no ones: the clip is empty; leave it out")
-    return columns
+    return _of_windows(spec, columns, most) if isinstance(spec.sounds, StackedSounds) else columns
+
+
+def _of_windows(spec: AudioSpec, tokens: Sequence[int], most: int) -> list[int]:
+    """The number of columns of the windows with so many tokens, up to `most`."""
+    assert isinstance(spec.projector, FrameQueriesSpec)
+    window, queries = spec.projector.window, spec.projector.queries
+    if bad := [i for i, n in enumerate(tokens) if n % queries]:
+        raise DataError(
+            f"{spec.sounds.mask}[{bad[0]}] shows {tokens[bad[0]]} tokens; expected a multiple of {queries}, "
+            f"the tokens of {window} columns, as the model's processor counts them"
+        )
+    return [min(n // queries * window, most) for n in tokens]
 
 
 def _check_room(spec: AudioSpec, columns: Sequence[int], most: int) -> None:

@@ -14,6 +14,7 @@ from liger_models.layers.attention.differential import DifferentialAttention
 from liger_models.layers.attention.latent_attention import LatentAttention
 from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.attention.shared_attention import SharedAttention
+from liger_models.layers.conformer.context_attention import ContextAttention
 from liger_models.layers.conformer.distance_attention import DistanceAttention
 from liger_models.layers.conformer.light_conv import LightConvolution
 from liger_models.layers.conformer.local_attention import LocalAttention
@@ -33,6 +34,7 @@ from liger_models.layers.specs import (
     AttentionSpec,
     ChannelDeltaSpec,
     CompressedAttentionSpec,
+    ContextAttentionSpec,
     CrossAttentionSpec,
     DifferentialAttentionSpec,
     DistanceAttentionSpec,
@@ -79,6 +81,7 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     LocalAttentionSpec: LocalAttention,
     DistanceAttentionSpec: DistanceAttention,
     RelativeAttentionSpec: RelativeAttention,
+    ContextAttentionSpec: ContextAttention,
     LightConvSpec: LightConvolution,
     GatedDeltaSpec: GatedDelta,
     SSDSpec: SSD,

@@ -38,3 +38,13 @@ def attend_by_clip(
         made.append((scores(q, k, first).softmax(-1) @ v).transpose(0, 1).flatten(1))
         first += len(clip)
     return torch.cat(made)
+
+
+def by_key(x: Tensor) -> Tensor:
+    """By distance, from n - 1 to 1 - n, [N, n, 2 n - 1] -> by key, [N, n, n]: row i begins at n - 1 - i."""
+    frames = x.shape[1]
+    if frames == 1:
+        return x
+    width = 2 * frames - 2  # from the first column of a row's keys to that of the next row's
+    rows = x.flatten(1)[:, frames - 1 : frames - 1 + frames * width]
+    return rows.unflatten(1, (frames, width))[..., :frames]

@@ -22,19 +22,19 @@ from liger_models.layers.specs import DistanceAttentionSpec
 
 
 class DistanceTable(nn.Module):
-    """Biases of `heads` heads, for distances from -m to m - 1 of a key after its query.
+    """Learned numbers for the distances of keys from their queries.
 
     Args:
-        distances: m.
-        heads: the number of heads.
+        rows: the number of distances.
+        width: the numbers for each, such as a bias of each head.
     """
 
-    def __init__(self, distances: int, heads: int):
+    def __init__(self, rows: int, width: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(2 * distances, heads))
+        self.weight = nn.Parameter(torch.empty(rows, width))
 
     def forward(self) -> Tensor:
-        """The table [2 m, heads], for layers that read it."""
+        """The table [rows, width], for layers that read it."""
         return self.weight.view_as(self.weight)  # an output of its own, for hooks of sharding frameworks
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:

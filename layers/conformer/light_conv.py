@@ -52,10 +52,11 @@ class LightConvolution(nn.Module):
         self, hidden_size: int, spec: LightConvSpec, layer: int = 0, backend: AttentionBackend = "auto"
     ):
         super().__init__()
-        self.spec, self.channels = spec, hidden_size
+        self.spec, self.channels = spec, spec.expansion * hidden_size
+        channels = self.channels
         self.conv1d: nn.Module
         if spec.centred:
-            self.conv1d = CentredConvolution(hidden_size, spec.width, spec.bias)
+            self.conv1d = CentredConvolution(channels, spec.width, spec.bias and spec.depthwise_bias)
         else:
             self.conv1d = ShortConvolution(((1, hidden_size),), spec.width, spec.separable, activation=None)
         self.activation = plain_activation(spec.activation)
@@ -69,13 +70,13 @@ class LightConvolution(nn.Module):
             self.pointwise = PointwiseConvolution(hidden_size, hidden_size)
             self.out_proj = PointwiseConvolution(hidden_size, hidden_size)
         elif spec.centred:
-            self.in_proj = PointwiseConvolution(hidden_size, 2 * hidden_size, bias=spec.bias)
-            self.norm: Any = StoredBatchNorm(hidden_size)
-            self.out_proj = PointwiseConvolution(hidden_size, hidden_size, bias=spec.bias)
+            self.in_proj = PointwiseConvolution(hidden_size, 2 * channels, bias=spec.bias)
+            self.batch_norm = StoredBatchNorm(channels)
+            self.out_proj = PointwiseConvolution(channels, hidden_size, bias=spec.bias)
         else:
             linear = ClippedLinear if spec.clipped else Linear
             self.in_proj = linear(hidden_size, 2 * hidden_size, bias=False)
-            self.norm = make_norm(hidden_size, spec.norm)
+            self.norm: Any = make_norm(hidden_size, spec.norm)
             self.out_proj = linear(hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
@@ -84,7 +85,10 @@ class LightConvolution(nn.Module):
         gates = self.gate(gates) if self.spec.separable else gates
         gated = carry_recipe(self.gated(gates), self.gated, gates, late=True)
         y = self._convolved(gated, sequences)
-        y = self.pointwise(y) if self.spec.separable else self.norm(clip(y, self.spec.bound))
+        if self.spec.separable:
+            y = self.pointwise(y)
+        else:
+            y = self.batch_norm(y) if self.spec.centred else self.norm(clip(y, self.spec.bound))
         return self.out_proj(carry_recipe(self.activation(y), self.activation, y, late=True, deep=True))
 
     def _convolved(self, gated: Tensor, sequences: Sequences) -> Tensor:
@@ -109,7 +113,8 @@ class LightConvolution(nn.Module):
         """
         if self.spec.separable:
             return itemsize * self.channels * (6 if level == "all" else 4)
-        own: int = self.norm.activation_bytes(level, itemsize)
+        norm = self.batch_norm if self.spec.centred else self.norm
+        own: int = norm.activation_bytes(level, itemsize)
         own += 0 if self.spec.bound is None else self.channels
         lean = 4 if self.spec.centred else 2
         return own + itemsize * self.channels * (5 if level == "all" else lean)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.conformer.clip_attention import attend_by_clip, lengths_of
+from liger_models.layers.conformer.clip_attention import attend_by_clip, by_key, lengths_of
 from liger_models.layers.parts.sinusoids import sinusoids_by_distance
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear, in_order
@@ -76,7 +76,7 @@ class RelativeAttention(nn.Module):
         def scores(q: Tensor, k: Tensor, first: int) -> Tensor:
             frames = q.shape[1]
             own = by_distance[:, :, longest - frames : longest + frames - 1]
-            by_place = _shifted((q + v) @ own) * scale
+            by_place = by_key((q + v) @ own) * scale
             if unseen is not None:
                 # The least number and not -inf, as in the reference: a frame that no other sees has scores
                 # that are all alike.
@@ -99,13 +99,3 @@ class RelativeAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.spec.num_attention_heads}, head_dim={self.spec.head_dim}"
-
-
-def _shifted(x: Tensor) -> Tensor:
-    """By distance, from n - 1 to 1 - n, [N, n, 2 n - 1] -> by key, [N, n, n]: row i begins at n - 1 - i."""
-    frames = x.shape[1]
-    if frames == 1:
-        return x
-    width = 2 * frames - 2  # from the first column of a row's keys to that of the next row's
-    rows = x.flatten(1)[:, frames - 1 : frames - 1 + frames * width]
-    return rows.unflatten(1, (frames, width))[..., :frames]

@@ -15,7 +15,9 @@ from liger_models.layers.specs import (
     AudioSpec,
     ChunkedSounds,
     ConformerSounds,
+    FrameQueriesSpec,
     PaddedSounds,
+    StackedSounds,
     SubsampledSounds,
     WaveformSounds,
 )
@@ -34,7 +36,8 @@ def heard_by(spec: AudioSpec | None, sounds: Sounds | None) -> Shown:
     elif isinstance(spec.sounds, WaveformSounds):
         columns = 0
     elif isinstance(spec.sounds, ConformerSounds):
-        columns = len(sounds.columns) * max(sounds.columns)
+        read = sounds.frames if isinstance(spec.sounds, StackedSounds) else sounds.columns
+        columns = len(sounds.columns) * max(read)
     else:
         columns = len(sounds.columns) * 2 * max(sounds.frames)  # the convolutions read the padding, too
     return Shown(sum(sounds.lengths), max(sounds.lengths), 0, columns, sum(sounds.counts()))
@@ -47,6 +50,7 @@ def heard_of_length(spec: AudioSpec, sounds: int, seconds: float, rows: int = 1)
     if not sounds:
         return NOTHING
     rate = SAMPLES / spec.bins if isinstance(spec.sounds, WaveformSounds) else COLUMNS
+    rate = COLUMNS / 2 if isinstance(spec.sounds, StackedSounds) else rate
     columns, count = max(1, math.ceil(seconds * rate)), rows * sounds
     most = 2 * spec.sounds.frames if isinstance(spec.sounds, PaddedSounds) else columns
     whole, rest = divmod(columns, most)
@@ -88,6 +92,10 @@ def edges_of_sounds(
     kept += 0 if spec.norm_after is None else normed * (width * size + 8)
     with torch.device("meta"):
         way: Any = PROJECTORS[type(spec.projector)](spec.features_size, hidden_size, spec.projector).to(dtype)
+    if spec.characters is not None:  # the middle layer's output, and the softmax of its scores, twice
+        kept += shown.tokens * (width * size + spec.characters * (size + 4))
     rows = normed // spec.projector.merge**2 * spec.projector.merge**2
+    if isinstance(spec.projector, FrameQueriesSpec):
+        rows = shown.features // spec.projector.queries * spec.projector.window
     made = measured(way, rows, spec.features_size, dtype, trained[0])
     return Edges(trained[0] * kept, made.saved, backward=made.backward)

@@ -23,6 +23,7 @@ from liger_models.layers.specs.audio import (
     CountedSounds,
     DepthwiseSounds,
     PaddedSounds,
+    StackedSounds,
     SubsampledSounds,
     WaveformSounds,
 )
@@ -36,6 +37,7 @@ from liger_models.layers.specs.block import (
     Topology,
 )
 from liger_models.layers.specs.conformer import (
+    ContextAttentionSpec,
     DistanceAttentionSpec,
     LightConvSpec,
     LocalAttentionSpec,
@@ -66,6 +68,7 @@ from liger_models.layers.specs.projectors import (
     DownsamplingProjectorSpec,
     EmbedderSpec,
     EndedProjectorSpec,
+    FrameQueriesSpec,
     GatedProjectorSpec,
     LinearProjectorSpec,
     MistralMergerSpec,
@@ -160,6 +163,7 @@ __all__ = [
     "CompressorSpec",
     "ConformerSounds",
     "Constant",
+    "ContextAttentionSpec",
     "ConvolutionProjectorSpec",
     "CountedSounds",
     "CroppedPictures",
@@ -177,6 +181,7 @@ __all__ = [
     "FixedTable",
     "FlatGrids",
     "FractionTable",
+    "FrameQueriesSpec",
     "Fresh",
     "GatedConvSpec",
     "GatedDeltaSpec",
@@ -244,6 +249,7 @@ __all__ = [
     "SharedSpec",
     "SparseMixerSpec",
     "SquarePictures",
+    "StackedSounds",
     "StepBiases",
     "StreamsSpec",
     "StretchedTable",

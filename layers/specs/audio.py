@@ -118,7 +118,23 @@ class DepthwiseSounds:
     columns_first: ClassVar[bool] = True
 
 
-ConformerSounds = SubsampledSounds | CountedSounds | DepthwiseSounds
+@dataclass(frozen=True)
+class StackedSounds:
+    """Processor outputs `input_features` [clips, columns, bins], two columns of a spectrogram side by side in
+    each, padded to the longest, and `input_features_mask` [clips, tokens], False where a clip has no token.
+    A linear layer with a bias makes a frame of each column. The number of tokens tells the projector's
+    windows of a clip, and not where within the last one the clip ends: padding is encoded as if it were part
+    of the clip, as in the reference (Granite Speech, arXiv:2505.08699, section 2).
+    """
+
+    channels: ClassVar[tuple[int, ...]] = ()
+    masked: ClassVar[bool] = True
+    features: ClassVar[str] = "input_features"
+    mask: ClassVar[str] = "input_features_mask"
+    columns_first: ClassVar[bool] = True
+
+
+ConformerSounds = SubsampledSounds | CountedSounds | DepthwiseSounds | StackedSounds
 """Sounds whose encoder is a conformer."""
 
 
@@ -137,7 +153,12 @@ class AudioSpec:
     The blocks share a table of biases by distance, one for each head and up to `distances` frames before and
     after. In a document with tokens `image_id` the second of the projector's two ways is taken. Every
     `reduction`th frame of a clip is the projector's input. If `tokens` is given, each clip has as many: after
-    its features, the one that the projector makes of its `padding_row` follows, as often as needed.
+    its features, the one that the projector makes of its `padding_row` follows, as often as needed. With
+    `characters`, the softmax of so many scores of the middle layer's output is projected and added to it
+    (self-conditioned CTC, arXiv:2104.02724, section 3). `states` are further inputs of the projector, before
+    the last layer's output: 0 is the input of the first layer, i the output of layer i. If
+    `adapts_language`, transformers' `generate` switches adapters loaded into the model on for calls with
+    sounds, and off for others.
     """
 
     hidden_size: int
@@ -154,8 +175,12 @@ class AudioSpec:
     image_id: int | None = None
     reduction: int = 1
     tokens: int | None = None
+    characters: int | None = None
+    states: tuple[int, ...] = ()
+    adapts_language: bool = False
 
     @property
     def features_size(self) -> int:
         """Width of the projector's input."""
-        return self.hidden_size if self.output_size is None else self.output_size
+        width = self.hidden_size if self.output_size is None else self.output_size
+        return width * (len(self.states) + 1)

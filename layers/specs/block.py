@@ -20,6 +20,7 @@ from liger_models.layers.specs.attention import (
     SharedAttentionSpec,
 )
 from liger_models.layers.specs.conformer import (
+    ContextAttentionSpec,
     DistanceAttentionSpec,
     LightConvSpec,
     LocalAttentionSpec,
@@ -42,6 +43,7 @@ MixerSpec = (
     | LocalAttentionSpec
     | DistanceAttentionSpec
     | RelativeAttentionSpec
+    | ContextAttentionSpec
     | LightConvSpec
     | RecurrentSpec
 )

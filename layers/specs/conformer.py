@@ -65,6 +65,17 @@ class RelativeAttentionSpec(_ClipAttentionSpec):
 
 
 @dataclass(frozen=True)
+class ContextAttentionSpec(_ClipAttentionSpec):
+    """Attention within blocks of `context` frames of a clip, with learned vectors for distances of up to
+    `distances` frames: layers/conformer/context_attention.py. The output projection alone has a bias.
+    """
+
+    scale: float
+    context: int
+    distances: int
+
+
+@dataclass(frozen=True)
 class LightConvSpec:
     """A gated projection, a causal depthwise convolution of `width` frames, a norm and an activation:
     layers/conformer/light_conv.py. The convolution's output is clamped to +-`bound`. `norm` applies also to
@@ -72,7 +83,8 @@ class LightConvSpec:
     a gate of activation `gate` and its factor have further ones, and another such convolution is in the
     norm's place. If `centred`, projections are convolutions of one frame, too, the depthwise one reads as
     many frames after each frame as before it, all have a `bias` or none, and a batch norm with stored moments
-    is in the norm's place.
+    is in the norm's place; with `depthwise_bias` false the depthwise one has none. The convolution has
+    `expansion` times as many channels as the hidden states.
     """
 
     width: int
@@ -84,6 +96,8 @@ class LightConvSpec:
     gate: Activation = "silu"
     centred: bool = False
     bias: bool = False
+    depthwise_bias: bool = True
+    expansion: int = 1
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

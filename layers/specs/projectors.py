@@ -234,6 +234,26 @@ class QueryProjectorSpec:
 
 
 @dataclass(frozen=True)
+class FrameQueriesSpec:
+    """Projector: in windows of `window` frames of sound a Q-Former of `depth` layers (arXiv:2301.12597,
+    section 3.1) of width `width`, whose `queries` queries are learned vectors, and a linear layer (Granite
+    Speech). Layers have norms after their sums and MLPs of inner width `size`; every `frequency`th one
+    attends to frames.
+    """
+
+    window: int
+    queries: int
+    width: int
+    num_attention_heads: int
+    size: int
+    norm: LayerNormSpec
+    depth: int = 1
+    frequency: int = 1
+    activation: Activation = "gelu"
+    merge: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
 class WindowQueriesSpec:
     """Projectors for several layers of the language model, each of the features before layer `layers[i]`,
     made of the encoder's state `states[i]`, counted among those taken: a norm, and in windows of `window`
@@ -328,6 +348,7 @@ class EmbedderSpec:
 ProjectorSpec = (
     QueryProjectorSpec
     | WindowQueriesSpec
+    | FrameQueriesSpec
     | PerceiverSpec
     | PoolingAttentionSpec
     | PoolProjectorSpec

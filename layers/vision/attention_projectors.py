@@ -18,6 +18,7 @@ from liger_models.layers.projections.linear import Linear, project, unwrapped
 from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.specs import (
     Activation,
+    FrameQueriesSpec,
     LayerNormSpec,
     PerceiverSpec,
     PoolingAttentionSpec,
@@ -285,19 +286,49 @@ class WindowQueries(nn.Module):
             nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5, generator)
 
 
-class QueryAttention(nn.Module):
-    """`norm(q + o_proj(attention of q to x))`, in heads."""
+class FrameQueries(nn.Module):
+    """`linear(Q-Former(norm_queries(query), x))` of each window of frames of sound (Granite Speech).
 
-    def __init__(self, width: int, spec: WindowQueriesSpec):
+    Args:
+        width: of a frame, D.
+        hidden_size: of the language model, H.
+        spec: the window, the queries and the Q-Former's parts.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: FrameQueriesSpec):
+        super().__init__()
+        self.window = spec.window
+        self.query = nn.Parameter(torch.empty(1, spec.queries, spec.width))
+        self.norm_queries = make_norm(spec.width, spec.norm)
+        self.layers = nn.ModuleList([QueryLayer(spec.width, spec, i, width) for i in range(spec.depth)])
+        self.linear = Linear(spec.width, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [windows * window, D] -> [windows * queries, H]."""
+        frames = x.view(-1, self.window, x.shape[1])
+        queries = self.norm_queries(self.query.to(x.dtype))
+        for layer in self.layers:
+            queries = layer(queries, frames)
+        return self.linear(queries.flatten(0, 1))
+
+    def reset_parameters(self, *_: Any, generator: torch.Generator | None = None) -> None:
+        """Initialise queries as the reference does."""
+        nn.init.normal_(self.query, 0.0, 1.0, generator)
+
+
+class QueryAttention(nn.Module):
+    """`norm(q + o_proj(attention of q to x))`, in heads. `inputs`: the width of x."""
+
+    def __init__(self, width: int, spec: WindowQueriesSpec | FrameQueriesSpec, inputs: int):
         super().__init__()
         self.heads = spec.num_attention_heads
         self.q_proj = Linear(width, width)
-        self.kv_proj = PackedLinear(width, {"k_proj": width, "v_proj": width}, bias=True)
+        self.kv_proj = PackedLinear(inputs, {"k_proj": width, "v_proj": width}, bias=True)
         self.o_proj = Linear(width, width)
         self.norm = make_norm(width, spec.norm)
 
     def forward(self, queries: Tensor, x: Tensor) -> Tensor:
-        """queries [windows, Q, D] and x [windows, n, D] -> [windows, Q, D]."""
+        """queries [windows, Q, D] and x [windows, n, inputs] -> [windows, Q, D]."""
         q = self.q_proj(queries).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k, v = self.kv_proj(x).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         seen = unmasked_attention(q, k, v, q.shape[-1] ** -0.5, causal=False).transpose(1, 2).flatten(2)
@@ -308,21 +339,27 @@ class QueryAttention(nn.Module):
 class QueryLayer(nn.Module):
     """A layer of the Q-Former (BLIP-2, arXiv:2301.12597, section 3.1): queries attend to one another, in
     every `spec.frequency`th layer to patches, and pass through an MLP, with a norm after each sum.
+    `inputs`: the width of patches, or of frames of sound.
     """
 
-    def __init__(self, width: int, spec: WindowQueriesSpec, layer: int):
+    def __init__(
+        self, width: int, spec: WindowQueriesSpec | FrameQueriesSpec, layer: int, inputs: int | None = None
+    ):
         super().__init__()
         self.activation = plain_activation(spec.activation)
-        self.attention = QueryAttention(width, spec)
-        self.crossattention = None if layer % spec.frequency else QueryAttention(width, spec)
+        self.attention = QueryAttention(width, spec, width)
+        crosses = layer % spec.frequency == 0
+        self.crossattention = QueryAttention(width, spec, inputs or width) if crosses else None
         self.up_proj, self.down_proj = Linear(width, spec.size), Linear(spec.size, width)
         self.norm_mlp = make_norm(width, spec.norm)
 
     def forward(self, queries: Tensor, patches: Tensor) -> Tensor:
-        """queries [windows, Q, D] and patches [windows, n, D] -> [windows, Q, D]."""
+        """queries [windows, Q, D], or [1, Q, D] where those of all windows are the same, and patches
+        [windows, n, inputs] -> [windows, Q, D].
+        """
         queries = self.attention(queries, queries)
         if self.crossattention is not None:
-            queries = self.crossattention(queries, patches)
+            queries = self.crossattention(queries.expand(len(patches), -1, -1), patches)
         y: Tensor = self.norm_mlp(queries + self.down_proj(self.activation(self.up_proj(queries))))
         return y
 

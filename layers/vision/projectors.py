@@ -20,6 +20,7 @@ from liger_models.layers.specs import (
     DownsamplingProjectorSpec,
     EmbedderSpec,
     EndedProjectorSpec,
+    FrameQueriesSpec,
     GatedProjectorSpec,
     LayerNormSpec,
     LinearProjectorSpec,
@@ -42,6 +43,7 @@ from liger_models.layers.specs import (
     WindowQueriesSpec,
 )
 from liger_models.layers.vision.attention_projectors import (
+    FrameQueries,
     LayeredProjectors,
     Perceiver,
     PoolingAttention,
@@ -366,6 +368,7 @@ PROJECTORS: dict[type, type[nn.Module]] = {
     PerceiverSpec: Perceiver,
     QueryProjectorSpec: QueryProjector,
     WindowQueriesSpec: LayeredProjectors,
+    FrameQueriesSpec: FrameQueries,
     PoolProjectorSpec: PoolProjector,
     VisualWordsSpec: VisualWords,
     ResamplerSpec: Resampler,

@@ -261,6 +261,16 @@ class LigerForConditionalGeneration(LigerForCausalLM):
             return {}
         return {spec.kinds: torch.zeros_like(input_ids)}
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does. In families whose adapters are for sounds, those that were loaded or
+        added by the model's own methods are switched on if there are sounds, and off otherwise, and stay so.
+        """
+        audio, whole = self.base_decoder.spec.audio, super()
+        if audio is not None and audio.adapts_language and self._hf_peft_config_loaded:
+            heard = kwargs.get(audio.sounds.features) is not None
+            (self.enable_adapters if heard else self.disable_adapters)()
+        return whole.generate(*args, **kwargs)
+
     def _expand_inputs_for_generation(self, expand_size: int = 1, *args: Any, **kwargs: Any) -> Any:
         """Expand inputs for several sequences per prompt, as transformers does, with each row's own pictures
         and sounds: transformers would repeat each image, patch or sound.

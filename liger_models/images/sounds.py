@@ -17,6 +17,7 @@ from liger_models.layers.specs import (
     CountedSounds,
     DepthwiseSounds,
     PaddedSounds,
+    StackedSounds,
     WaveformSounds,
 )
 
@@ -69,6 +70,11 @@ def heard(spec: AudioSpec | None, sounds: Sequence[Sound], normal: Callable[...,
         call[spec.sounds.sizes] = torch.tensor([tokens_of(spec, frames_of(spec, int(n))) for n in columns])
     if not spec.sounds.masked:
         return call
+    if isinstance(spec.sounds, StackedSounds):  # a mask of tokens
+        most, columns = (
+            tokens_of(spec, most),
+            torch.tensor([tokens_of(spec, int(n)) for n in columns]),
+        )
     mask = torch.arange(most) < columns[:, None]
     if isinstance(spec.sounds, DepthwiseSounds):
         call[spec.sounds.features] *= mask[..., None]

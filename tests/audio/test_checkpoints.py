@@ -83,7 +83,8 @@ def test_whole_models_come_back_with_the_parts_that_speak(pair, tmp_path):
 def test_dropout_of_the_encoder_is_refused(key, pair):
     if isinstance(pair.ours.audio.encoder, Pieces):
         pytest.skip("there is no encoder")
-    config = {**pair.config, "audio_config": {**pair.config["audio_config"], key: 0.1}}
+    part = next(name for name in ("audio_config", "encoder_config") if name in pair.config)
+    config = {**pair.config, part: {**pair.config[part], key: 0.1}}
     with pytest.raises(ConfigError, match=key):
         liger_models.from_config(config)
     liger_models.from_config(config, dropout=0.0)

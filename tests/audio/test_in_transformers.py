@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from clips import DOCUMENTS
+from clips import DOCUMENTS, of_sounds
 from pairs import BOUND, relative_distance
 from rounding import OtherOrder, beyond_rounding
 from ties import clear_of_ties
 
 TARGETS = ["q_proj", "k_proj", "fc1", "embedding_projection"]
+OF_KEYS = ("k_proj.bias", ".key.bias")
 # A conformer's linear layers are between two clips: PEFT adapts these layers and not the whole.
 OF_A_CONFORMER = (
     r".*(language_model.*[qk]_proj|audio_tower.*(linear\d?|relative_k_proj)|embed_audio.*(_projection|linear_\d)"
+    r"|model\.(encoder|projector)\..*\.(to_q|to_kv|up_proj|query|out_mid)"
     r"|(?<!language_)(?<!language_model\.)model\.layers.*qkv_proj|audio_embed.*(q_proj|k_proj|gate_up_proj|for_speech|embed.out))"
 )
 
@@ -30,9 +32,11 @@ def test_the_class_is_registered_and_matches_transformers_own(pair, both):
     # Routers have names of their own.
     assert {name for name in reached if ".router." not in name} <= set(ours.state_dict()) | set(own)
     gradients = {name: x for name, x in reached.items() if name in own}
-    assert any("audio" in name for name in gradients)
+    assert any(map(of_sounds, gradients))
     # Without positions a key's bias shifts all scores of a query equally: its gradient is rounding only.
-    gradients = {name: x for name, x in gradients.items() if "audio" not in name or "k_proj.bias" not in name}
+    gradients = {
+        name: x for name, x in gradients.items() if not of_sounds(name) or not name.endswith(OF_KEYS)
+    }
     distances |= {
         name: relative_distance(own[name].grad, x.view_as(own[name])) for name, x in gradients.items()
     }
@@ -94,7 +98,8 @@ def test_lora_trains_the_layers_of_the_encoder_as_in_transformers(pair, both):
     assert trained[0].keys() == trained[1].keys()
     own, gradients = ({n: p.grad for n, p in one.items() if p.grad is not None} for one in trained)
     assert own.keys() == gradients.keys()
-    assert any(("audio_" in name and "k_proj" in name) or "embed_audio" in name for name in own)
+    adapted = ("k_proj", "embed_audio", "to_kv")
+    assert any(of_sounds(name) and any(part in name for part in adapted) for name in own)
     distances = {name: relative_distance(own[name], x) for name, x in gradients.items()}
     kept = {name: x.clone() for name, x in gradients.items()}
 

@@ -18,7 +18,7 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.layers.audio.conformer import ConformerEncoder
 from liger_models.layers.audio.sounds import Sounds, take_sounds
-from liger_models.layers.conformer.relative_attention import _shifted
+from liger_models.layers.conformer.clip_attention import by_key
 from liger_models.layers.recompute import activation_memory
 from liger_models.layers.recompute.activation_memory import Kept
 
@@ -93,7 +93,7 @@ def test_batch_norms_use_stored_moments_in_training_and_keep_them(pair):
     """So a clip's features do not depend on the other clips of its batch."""
     columns = [16, 7, 32]
     features, _ = padded(pair, columns)
-    spec, norm = pair.ours.spec.audio, pair.ours.audio.encoder.layers[0].conv.norm
+    spec, norm = pair.ours.spec.audio, pair.ours.audio.encoder.layers[0].conv.batch_norm
     before = {name: x.clone() for name, x in norm.state_dict().items()}
     assert pair.ours.training
     together = pair.ours.audio(Sounds(spec, features, columns))
@@ -107,7 +107,7 @@ def test_batch_norms_use_stored_moments_in_training_and_keep_them(pair):
 def test_scores_by_distance_are_moved_to_their_keys():
     for frames in (1, 2, 5):
         x = torch.randn(3, frames, 2 * frames - 1)
-        found = _shifted(x)
+        found = by_key(x)
         for query in range(frames):
             for key in range(frames):
                 assert torch.equal(found[:, query, key], x[:, query, frames - 1 - (query - key)])
@@ -132,6 +132,7 @@ def test_a_config_that_the_reference_cannot_run_or_that_drops_is_refused(key, va
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 @pytest.mark.parametrize("level", ["lean", "mlp"])
+@pytest.mark.parametrize("family", ["nemotron_h_omni", "granite_speech"])
 def test_a_layer_reports_the_bytes_it_keeps(level, pair):
     def kept(layers: int) -> tuple[int, ConformerEncoder, int]:
         spec = replace(pair.ours.spec.audio, blocks=pair.ours.spec.audio.blocks[:1] * layers)
@@ -145,7 +146,7 @@ def test_a_layer_reports_the_bytes_it_keeps(level, pair):
                 super().__init__(tensor)
                 saved.add(self)
 
-        clip = Sounds(spec, torch.randn(1, 126, 8), [125])
+        clip = Sounds(spec, torch.randn(1, 126, spec.bins), [125])
         with as_on_a_gpu(), LiveBytes(zero=True), pytest.MonkeyPatch.context() as patch:
             patch.setattr(activation_memory, "Kept", Noted)
             out = encoder(clip)
@@ -156,7 +157,8 @@ def test_a_layer_reports_the_bytes_it_keeps(level, pair):
         return found, encoder, clip.frames[0]
 
     (one, encoder, frames), (two, *_) = kept(1), kept(2)
-    width, reach = TINY["hidden_size"], TINY["conv_kernel_size"] // 2
-    rows_between_clips, missing_distance = 4 * width * reach, 4 * width
+    conv, relative = encoder.layers[0].conv, hasattr(encoder.layers[0].self_attn, "relative_k_proj")
+    rows_between_clips = 4 * conv.channels * (conv.spec.width // 2)
+    missing_distance = 4 * encoder.spec.hidden_size * relative
     expected = frames * encoder.layers[0].activation_bytes(level, 4)
     assert two - one == expected + rows_between_clips - missing_distance

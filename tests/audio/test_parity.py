@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from clips import DOCUMENTS
+from clips import DOCUMENTS, of_encoder, of_sounds
 from pairs import BOUND, beyond_bound, relative_distance
 
 from liger_models.convert.errors import DataError
@@ -28,7 +28,7 @@ def test_clips_of_several_lengths_match_the_reference(pair, padding):
     seen = [] if pair.vision is None else [[Sound(9), Image(4, 6), 3, Video(2, 4, 4), 2, Sound(19), 4]]
     call = pair.scene(*DOCUMENTS, *seen, padding=padding)
     found, expected = pair.run_ours(**call), pair.run_reference(**call)
-    assert any("audio" in name for name in found.gradients)
+    assert any(map(of_sounds, found.gradients))
     assert not beyond_bound(found.distances(expected, call["attention_mask"].bool()))
 
 
@@ -38,7 +38,7 @@ def test_text_alone_trains_the_language_model_only(pair):
     ours = pair.run_ours(**call)
     assert not beyond_bound(ours.distances(pair.run_reference(**call)))
     own = "embed_audio" if embeds_ids(pair.ours.audio) else "no other"
-    assert not any("audio" in name and own not in name for name in ours.gradients)
+    assert not any(of_sounds(name) and own not in name for name in ours.gradients)
 
 
 def test_packed_documents_equal_separate_documents(pair):
@@ -107,10 +107,9 @@ def test_a_frozen_encoder_gets_no_gradients_and_the_projector_those_of_before(pa
     pair.ours.freeze()
     encoded = any(True for _ in pair.ours.audio.encoder.parameters())
     frozen = whole.keys() - part.keys()
-    assert any("audio_tower" in name or "audio_embed.encoder" in name for name in frozen) == encoded
-    assert not beyond_bound(
-        {name: ((part[name] - whole[name]).norm() / whole[name].norm()).item() for name in part}
-    )
+    assert any(map(of_encoder, frozen)) == encoded
+    # A bias of keys moves all scores of a query alike: rounding only.
+    assert not beyond_bound({name: relative_distance(part[name], whole[name], 1e-2) for name in part})
 
 
 def bad(pair, message, **changes):
