@@ -2,7 +2,9 @@
 thirty seconds; four columns of a spectrogram, 40 ms, make a token.
 """
 
+import copy
 from dataclasses import replace
+from typing import Any
 
 from liger_models.architectures.audio_encoders import whisper
 from liger_models.architectures.common.images import language_model
@@ -29,20 +31,21 @@ def audioflamingo3(c: HFConfig) -> ModelSpec:
 
 # -- tests
 
+TINY: dict[str, Any] = {
+    "text_config": {"model_type": "qwen2", "head_dim": ...},
+    "audio_config": {
+        "model_type": "audioflamingo3_encoder",
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_mel_bins": 7,
+        "max_source_positions": 12,
+    },
+    "audio_token_id": 3,
+}
 for_tests(
     "audioflamingo3",
-    tiny={
-        "text_config": {"model_type": "qwen2", "head_dim": ...},
-        "audio_config": {
-            "model_type": "audioflamingo3_encoder",
-            "hidden_size": 32,
-            "intermediate_size": 40,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_mel_bins": 7,
-            "max_source_positions": 12,
-        },
-        "audio_token_id": 3,
-    },
+    tiny=copy.deepcopy(TINY),
     variants={"no biases": {"projector_bias": False}},
 )

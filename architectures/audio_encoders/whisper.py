@@ -81,14 +81,14 @@ def audio(
     return AudioSpec(sizes(a)[0], bins, blocks(a), projector, audio_id, sounds, norm, paired=paired)
 
 
-def layouts(projector: Names = ()) -> tuple[Layout, ...]:
+def layouts(projector: Names = (), encoder: Names = NAMES) -> tuple[Layout, ...]:
     """Layouts of the hub, and of transformers' modules."""
     return tuple(
         Layout(
             head,
             root=text,
             parts=(
-                ("audio.encoder.", Layout(NAMES, root=f"{root}audio_tower.")),
+                ("audio.encoder.", Layout(encoder, root=f"{root}audio_tower.")),
                 ("audio.projector.", Layout(projector, root=f"{root}multi_modal_projector.")),
             ),
         )

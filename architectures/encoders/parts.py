@@ -247,7 +247,7 @@ def query_former(q: HFConfig, window: int, queries: int, inputs: int) -> FrameQu
     q.fill({"hidden_act": "gelu", **dict.fromkeys(_DROPOUTS, 0.1)})
     for key in ("vocab_size", "max_position_embeddings", "pad_token_id"):
         q.take(key, None)  # not read
-    q.take_only(use_qformer_text_input=False)
+    q.take_only(use_qformer_text_input=False, position_embedding_type="absolute")  # of text
     width, heads = q.take_count("hidden_size", 768), q.take_count("num_attention_heads", 12)
     if width % heads:
         raise ConfigError(f"{q.name}: {heads} heads of {width} dimensions together; expected a multiple")

@@ -43,6 +43,7 @@ _ASIDE_NAMES = """
     low_res_image_start_token_id frame_start_token_id frame_end_token_id use_frame_special_tokens
     timestamp_token_id token_classification_bias
     encoder_config projector_config window_size has_lora_adapter
+    audio_bos_token_id audio_eos_token_id audio_frame_step
 """
 _ASIDE = frozenset(_ASIDE_NAMES.split())
 _TOP_AND_TEXT = frozenset(
@@ -67,7 +68,7 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     if family.within is not None:
         raw = _inner(raw, family.within[0], name)
     nested = raw.get("text_config", raw.get("llm_config"))
-    top = {key: value for key, value in raw.items() if key not in _ASIDE}
+    top = {key: value for key, value in raw.items() if key not in _ASIDE and key not in family.aside}
     if nested is None and "hidden_size" in raw:  # the flat form of older configs
         nested = top
     elif not isinstance(nested, Mapping):
@@ -117,8 +118,9 @@ def text_part(c: HFConfig) -> HFConfig:
     """Config of the language model in that of a vision-language model. Top-level keys not known to belong to
     the towers are included, so that none is overlooked; the others are left to the family.
     """
+    aside = _ASIDE.union(MULTIMODAL[c.raw["model_type"]].aside)
     for key in c.raw:
-        if key not in _ASIDE or key == "text_config":
+        if key not in aside or key == "text_config":
             c.take(key, None)
     text = c.with_raw(text_config(c.raw, c.name))
     text.most_layers = c.most_layers

@@ -31,6 +31,7 @@ class Multimodal:
     extra_ids: embedding rows after the vocabulary, unused by text.
     within: where the language model lies in a model with others: the key of its config, and the prefix of its
         tensors' names. Tensors without it belong to the others.
+    aside: keys next to the text part that concern its encoders, in this family alone.
     missing: the parts that its images and sounds, or some of these, need and liger_models lacks, for errors.
     """
 
@@ -46,6 +47,7 @@ class Multimodal:
     cross_attention: str | None = None
     extra_ids: int = 0
     within: tuple[str, str] | None = None
+    aside: tuple[str, ...] = ()
     missing: str = ""
 
     def name_in_text(self, name: str, raw: Mapping[str, Any]) -> str | None:
@@ -179,7 +181,27 @@ MULTIMODAL: dict[str, Multimodal] = {
     "got_ocr2": Multimodal({"qwen2": "qwen2"}, tied=True),
     "qwen2_audio": Multimodal({"qwen2": "qwen2"}, settings={"tie_word_embeddings": False}),
     "audioflamingo3": Multimodal({"qwen2": "qwen2"}, settings={"tie_word_embeddings": False}),
+    "musicflamingo": Multimodal(
+        {"qwen2": "qwen2"},
+        settings={"tie_word_embeddings": False},
+        aside=(
+            "rope_parameters",
+            "rope_theta",
+            "partial_rotary_factor",
+            "head_dim",
+            "max_position_embeddings",
+        ),
+    ),
     "qwen3_asr": Multimodal({"qwen3": "qwen3"}, tied=True),
+    "glmasr": Multimodal(
+        {"llama": "llama"},
+        tied=True,
+        defaults={
+            **{"vocab_size": 59264, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
+            **{"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 8192},
+            **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+        },
+    ),
     # Their heads do not divide by logits_scaling, as Granite's does.
     **dict.fromkeys(
         ("granite_speech", "granite_speech_plus"),

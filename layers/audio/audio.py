@@ -14,13 +14,15 @@ from liger_models.convert.errors import DataError
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.audio.conformer import ConformerEncoder
 from liger_models.layers.audio.encoder import AudioEncoder, Pieces
-from liger_models.layers.audio.sounds import Sounds, blank_sound, kept_of, take_sounds
+from liger_models.layers.audio.sounds import Sounds, blank_sound, kept_of, take_sounds, tokens_of
+from liger_models.layers.audio.time_rotary import numbers_of_clips, turned
 from liger_models.layers.parts.embedder import filled_up
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
     AudioSpec,
     ConformerSounds,
+    PaddedSounds,
     TwoWaysSpec,
     WaveformSounds,
 )
@@ -36,6 +38,7 @@ class AudioInputs:
         is_audio: mask of the audio tokens, [T].
         with_images: mask of the audio tokens whose documents have images, [audio tokens] on the host; None:
             there are none, or the projector does not ask.
+        windows: the number of each clip in its recording, [clips] on the device, where the encoder asks.
         checks: the number of audio tokens, on its way to the host.
         wrong: sounds and tokens do not match, a bool on the device.
     """
@@ -44,6 +47,7 @@ class AudioInputs:
         self.sounds = sounds
         self.is_audio: Tensor | None = None
         self.with_images: Tensor | None = None
+        self.windows: Tensor | None = None
         self.checks: HostCopy | None = None
         self.wrong: Tensor | None = None
 
@@ -79,13 +83,17 @@ class Audio(nn.Module):
         # Access by name: transformers orders these modules differently.
         self._parts_of_projector = tuple(name for name, _ in self.projector.named_children())
 
-    def forward(self, sounds: Sounds, with_images: Tensor | None = None) -> Tensor:
+    def forward(
+        self, sounds: Sounds, with_images: Tensor | None = None, windows: Tensor | None = None
+    ) -> Tensor:
         """Return the features of all clips, [F, H]. A frozen encoder saves nothing for backward.
-        `with_images` as in `AudioInputs`.
+        `with_images` and `windows` as in `AudioInputs`; by default each clip is a recording.
         """
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.encoder.parameters())
         with torch.set_grad_enabled(trained):
             made = self.encoder(sounds)
+        if self.spec.times is not None:
+            made = self._turned(made, sounds, windows)
         if isinstance(self.encoder, Pieces):  # no weights of an encoder gave them the model's dtype
             dtype = next(self.projector.parameters()).dtype
             made = made.to(dtype) if dtype.is_floating_point else made  # else: of quantised weights
@@ -95,6 +103,15 @@ class Audio(nn.Module):
         if not isinstance(self.spec.projector, TwoWaysSpec):
             return self.projector(made)
         return self.projector(made, with_images, is_of_several(self.encoder, *self.ways_out()))
+
+    def _turned(self, x: Tensor, sounds: Sounds, windows: Tensor | None) -> Tensor:
+        """The projector's input rotated by the time since the beginning of its recording."""
+        assert isinstance(self.spec.sounds, PaddedSounds)
+        assert self.spec.times is not None
+        counts, most = sounds.counts(), tokens_of(self.spec, self.spec.sounds.frames)
+        if windows is None:
+            windows = torch.zeros(len(counts), dtype=torch.long, device=x.device)
+        return turned(x, windows, counts, most, self.spec.times)
 
     def ways_out(self) -> list[nn.Module]:
         """The modules between the encoder and the language model."""
@@ -124,6 +141,8 @@ class Audio(nn.Module):
         inputs.is_audio = sequences.documents.pack(input_ids) == self.spec.audio_id
         found = inputs.is_audio.sum()
         inputs.wrong, inputs.checks = found != inputs.expected, HostCopy(found[None])
+        if self.spec.times is not None and inputs.sounds is not None:
+            inputs.windows = numbers_of_clips(inputs.is_audio, inputs.sounds.counts(), sequences.documents)
         if self.spec.image_id is not None and inputs.sounds is not None:
             inputs.with_images = self._with_images(inputs, sequences, input_ids)
 
@@ -156,7 +175,7 @@ class Audio(nn.Module):
             return self._blank_sounds(embeds)
         assert inputs.is_audio is not None
         number = (inputs.is_audio.cumsum(0) - 1).clamp(0, max(0, inputs.expected - 1))
-        features = self(inputs.sounds, inputs.with_images)
+        features = self(inputs.sounds, inputs.with_images, inputs.windows)
         return replaced(embeds, features, inputs.is_audio[:, None], number) if len(features) else embeds
 
     def _blank_sounds(self, embeds: Tensor) -> Tensor:

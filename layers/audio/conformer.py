@@ -203,7 +203,7 @@ def in_whole_windows(x: Tensor, sounds: Sounds, window: int) -> Tensor:
     """The frames of each clip's windows, of x [frames of all clips, D] -> [windows * window, D], with zeros
     after the last frame.
     """
-    clips = zip(x.split(sounds.frames), sounds.columns, strict=True)
+    clips = zip(x.split(sounds.frames), sounds.kept, strict=True)
     return torch.cat([F.pad(clip[:n], (0, 0, 0, -n % window)) for clip, n in clips])
 
 

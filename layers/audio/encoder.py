@@ -29,7 +29,7 @@ from liger_models.layers.projections.linear import Linear
 from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import AudioSpec, PaddedSounds
+from liger_models.layers.specs import AudioSpec, ChunkedSounds, PaddedSounds
 
 
 class AudioEncoder(nn.Module):
@@ -50,7 +50,10 @@ class AudioEncoder(nn.Module):
             self.conv1 = Convolution(1, spec.channels, stride=2, axes=2)
             self.conv2, self.conv3 = (Convolution(spec.channels, spec.channels, 2, axes=2) for _ in range(2))
             self.conv_out = Linear(spec.channels * -(-spec.bins // 8), width, bias=False)
-        self.table = FrameTable(spec.sounds.frames, width) if isinstance(spec.sounds, PaddedSounds) else None
+        self.ropes = tuple(dict.fromkeys(rope for block in spec.blocks for rope in block.ropes))
+        self.table = None
+        if isinstance(spec.sounds, PaddedSounds) and not self.ropes:
+            self.table = FrameTable(spec.sounds.frames, width)
         layers = [
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
             for i, block in enumerate(spec.blocks)
@@ -63,9 +66,11 @@ class AudioEncoder(nn.Module):
         """Return the projector's input, [F, D], or with `paired` half as many."""
         x, residual, offload = self.frames(sounds), None, Offload()
         sequences = Sequences.of_lengths(sounds.lengths, x.device)
-        sequences.prepare_rotary(())
+        sequences.prepare_rotary(self.ropes)
         for layer in self.layers:
             x, residual = run_block(layer, x, residual, sequences, offload=offload)
+        if sounds.kept != sounds.frames:
+            x, residual = (of_clips(part, sounds.frames, sounds.kept) for part in (x, residual))
         if not self.spec.paired:
             return add_and_norm(self.norm_after, x, residual)[0]
         x = x if residual is None else x + residual
@@ -73,11 +78,12 @@ class AudioEncoder(nn.Module):
 
     def frames(self, sounds: Sounds) -> Tensor:
         """The frames of all clips without padding, [F, D]."""
-        if self.table is None:
+        if isinstance(self.spec.sounds, ChunkedSounds):
             return self._frames_of_chunks(sounds)
         most = max(sounds.frames)  # clips are convolved with their padding
         x = sounds.features[:, :, : 2 * most + 1]  # no frame in use reads later columns
-        return unpadded(self.table(self._convolved(x)[:, :most]), sounds.frames)
+        x = self._convolved(x)[:, :most]
+        return unpadded(x if self.table is None else self.table(x), sounds.frames)
 
     def _frames_of_chunks(self, sounds: Sounds) -> Tensor:
         """The same of clips whose chunks are convolved one by one: together where they are as long."""
@@ -120,6 +126,11 @@ class Pieces(nn.Module):
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
         """Call `set_levels` on no layers."""
         set_levels(self.layers, levels)
+
+
+def of_clips(x: Tensor, lengths: Sequence[int], kept: Sequence[int]) -> Tensor:
+    """The first `kept` rows of each clip of x, whose clips have these lengths."""
+    return torch.cat([clip[:n] for clip, n in zip(x.split(list(lengths)), kept, strict=True)])
 
 
 def means_of_pairs(x: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -41,7 +41,8 @@ class Sounds:
     Attributes:
         features: [clips, bins, columns], padded; with `columns_first` [clips, columns, bins].
         columns: the number of columns of each clip without padding.
-        frames: the number of frames of each clip.
+        frames: the number of frames of each clip, with those of padding where these are encoded, too.
+        kept: the number of the first frames of each clip that make tokens.
         filling: the number of frames of zeros after those of each clip.
         unseen: the number of frames of padding at the end of each clip that other frames do not see.
         lengths: the numbers of frames that attend to one another, in order, with those of zeros.
@@ -52,10 +53,14 @@ class Sounds:
         self.frames = [frames_of(spec, n) for n in self.columns]
         self.lengths, self.filling = self.frames, [0] * len(self.frames)
         self.unseen = [0] * len(self.frames)
+        self.kept = self.frames
         if isinstance(spec.sounds, StackedSounds):  # padding is encoded, too
-            self.lengths = self.frames = [features.shape[1] if features.dim() == 3 else max(columns)] * len(
-                self.columns
-            )
+            most = features.shape[1] if features.dim() == 3 else max(columns)
+            self.lengths = self.frames = [most] * len(self.columns)
+        elif isinstance(spec.sounds, PaddedSounds) and spec.sounds.attended:
+            each = spec.projector.merge**2
+            self.kept = [tokens_of(spec, n) * each for n in self.frames]
+            self.lengths = self.frames = [spec.sounds.frames] * len(self.columns)
         if isinstance(spec.sounds, DepthwiseSounds):
             self.unseen = [n - _halved(spec, own) for n, own in zip(self.frames, self.columns, strict=True)]
         if isinstance(spec.sounds, CountedSounds):
@@ -68,8 +73,7 @@ class Sounds:
 
     def counts(self) -> list[int]:
         """The number of tokens of each clip."""
-        made_of = self.columns if isinstance(self.spec.sounds, StackedSounds) else self.frames
-        return [tokens_of(self.spec, n) for n in made_of]
+        return [tokens_of(self.spec, n) for n in self.kept]
 
 
 def frames_of(spec: AudioSpec, columns: int) -> int:

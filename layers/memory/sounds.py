@@ -89,9 +89,13 @@ def edges_of_sounds(
         outputs = sum((shown.patches >> k) * -(-spec.bins >> k) for k in (1, 2, 3)) * spec.channels
         kept = (shown.patches * spec.bins + 2 * outputs) * size
     normed = shown.tokens // 2 if spec.paired else shown.tokens
+    if isinstance(spec.sounds, PaddedSounds) and spec.sounds.attended:
+        normed = shown.features * spec.projector.merge**2
     kept += 0 if spec.norm_after is None else normed * (width * size + 8)
     with torch.device("meta"):
         way: Any = PROJECTORS[type(spec.projector)](spec.features_size, hidden_size, spec.projector).to(dtype)
+    if spec.times is not None:  # what is turned, and cosines and sines, in float32
+        kept += normed * spec.times.dim * 4 * 6
     if spec.characters is not None:  # the middle layer's output, and the softmax of its scores, twice
         kept += shown.tokens * (width * size + spec.characters * (size + 4))
     rows = normed // spec.projector.merge**2 * spec.projector.merge**2

@@ -25,6 +25,7 @@ from liger_models.layers.specs.audio import (
     PaddedSounds,
     StackedSounds,
     SubsampledSounds,
+    TimeRotarySpec,
     WaveformSounds,
 )
 from liger_models.layers.specs.block import (
@@ -259,6 +260,7 @@ __all__ = [
     "TernarySpec",
     "TileRowsSpec",
     "TiledVisionSpec",
+    "TimeRotarySpec",
     "TimeSpec",
     "Topology",
     "Truncated",

@@ -15,13 +15,14 @@ from liger_models.layers.specs.projectors import ProjectorSpec
 class PaddedSounds:
     """Processor outputs `input_features` [clips, bins, 2 * frames], spectrograms padded to one length. With
     `masked` comes `mask` [clips, 2 * frames], 0 for padding, which then makes no tokens and is not attended
-    to. Positions are a stored table of as many `frames`, which is not trained (Whisper,
-    arXiv:2212.04356).
+    to, unless it is `attended` (GLM-ASR). Positions are a stored table of as many `frames`, which is not
+    trained (Whisper, arXiv:2212.04356), or the layers' rotary ones.
     """
 
     frames: int
     masked: bool = False
     mask: str = "feature_attention_mask"
+    attended: bool = False
     features: ClassVar[str] = "input_features"
     columns_first: ClassVar[bool] = False
 
@@ -139,6 +140,17 @@ ConformerSounds = SubsampledSounds | CountedSounds | DepthwiseSounds | StackedSo
 
 
 @dataclass(frozen=True)
+class TimeRotarySpec:
+    """Rotation of `dim` pairs of a feature's dimensions by the time since its recording began, with columns
+    of `step` seconds: layers/audio/time_rotary.py.
+    """
+
+    dim: int
+    theta: float
+    step: float
+
+
+@dataclass(frozen=True)
 class AudioSpec:
     """An audio encoder and its projector into a language model.
 
@@ -158,7 +170,8 @@ class AudioSpec:
     (self-conditioned CTC, arXiv:2104.02724, section 3). `states` are further inputs of the projector, before
     the last layer's output: 0 is the input of the first layer, i the output of layer i. If
     `adapts_language`, transformers' `generate` switches adapters loaded into the model on for calls with
-    sounds, and off for others.
+    sounds, and off for others. With `times` the projector's input is rotated by the time since the beginning
+    of a recording, whose clips are those whose tokens follow one another.
     """
 
     hidden_size: int
@@ -178,6 +191,7 @@ class AudioSpec:
     characters: int | None = None
     states: tuple[int, ...] = ()
     adapts_language: bool = False
+    times: TimeRotarySpec | None = None
 
     @property
     def features_size(self) -> int:

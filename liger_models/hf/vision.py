@@ -20,7 +20,7 @@ from liger_models.convert.errors import DataError
 from liger_models.hf.cache import CACHE, knows_positions
 from liger_models.hf.checkpoints.module_names import LanguageModel, move_to_the_top
 from liger_models.hf.models import HEAD, LigerForCausalLM
-from liger_models.layers.audio.sounds import KEYWORDS, repeat_sounds, take_sounds
+from liger_models.layers.audio.sounds import KEYWORDS, repeat_sounds
 from liger_models.layers.model.call_checks import refuse_unknown
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.vision.grid_inputs import DOWNSAMPLING, seconds_as_numbers
@@ -77,13 +77,19 @@ def get_video_features(self: Any, pixel_values_videos: Tensor, **others: Any) ->
 
 @can_return_tuple
 def get_audio_features(self: Any, input_features: Tensor, **others: Any) -> BaseModelOutputWithPooling:
-    """Compute the projected features of sounds: `pooler_output` [tokens of all sounds, H]."""
+    """Compute the projected features of sounds: `pooler_output` [tokens of all sounds, H]. Where features
+    depend on the time in a recording, `input_ids` say which clips follow one another.
+    """
     decoder, given = self.base_decoder, {"input_features": input_features, **others}
-    sounds = take_sounds(decoder.spec.audio, given)
+    inputs = decoder.audio.take(given)
+    ids = given.pop("input_ids", None) if decoder.spec.audio.times is not None else None
     refuse_unknown(given)
-    if sounds is None:
+    if inputs.sounds is None:
         raise DataError("no sounds were given; expected the processor's output for them")
-    return BaseModelOutputWithPooling(pooler_output=decoder.audio(sounds))
+    if ids is not None:  # which clips are of one recording
+        decoder.audio.prepare(inputs, Sequences.from_call(tuple(ids.shape), ids.device, None), ids)
+        decoder.audio.finish(inputs)
+    return BaseModelOutputWithPooling(pooler_output=decoder.audio(inputs.sounds, windows=inputs.windows))
 
 
 def _features(decoder: Any, given: dict[str, Any]) -> BaseModelOutputWithPooling:

@@ -31,6 +31,15 @@ VOXTRAL = {
     **{"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
     **{"num_mel_bins": 8, "max_source_positions": 20},
 }
+CONFORMER = {
+    **{"input_dim": 8, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "output_dim": 5, "dropout": 0.0},
+    **{"context_size": 4, "max_pos_emb": 4, "conv_kernel_size": 3},
+}
+QUERIES = {
+    **{"model_type": "blip_2_qformer", "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2},
+    **{"encoder_hidden_size": 16, "num_hidden_layers": 1, "cross_attention_frequency": 1},
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+}
 THINKER_TOWERS = {
     "audio_config": {**WHISPER, "output_dim": 48, "n_window": 4},
     "vision_config": {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
@@ -115,12 +124,52 @@ CASES = {
             "audio_config": {"model_type": "qwen2_audio_encoder", **WHISPER},
         },
     ),
+    **{
+        model_type: (
+            name,
+            {
+                "model_type": model_type,
+                "text_config": {**TEXT, "model_type": "granite", "logits_scaling": 3.0},
+                "encoder_config": CONFORMER,
+                "projector_config": QUERIES,
+                "audio_token_index": 5,
+                "has_lora_adapter": False,
+                "tie_word_embeddings": False,
+            },
+        )
+        for model_type, name in (
+            ("granite_speech", "GraniteSpeechForConditionalGeneration"),
+            ("granite_speech_plus", "GraniteSpeechPlusForConditionalGeneration"),
+        )
+    },
     "audioflamingo3": (
         "AudioFlamingo3ForConditionalGeneration",
         {
             "model_type": "audioflamingo3",
             "text_config": {**TEXT, "model_type": "qwen2"},
             "audio_config": {"model_type": "audioflamingo3_encoder", **VOXTRAL},
+        },
+    ),
+    "musicflamingo": (
+        "MusicFlamingoForConditionalGeneration",
+        {
+            "model_type": "musicflamingo",
+            "text_config": {**TEXT, "model_type": "qwen2", "rope_theta": 500.0},
+            "audio_config": {"model_type": "audioflamingo3_encoder", **VOXTRAL},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "glmasr": (
+        "GlmAsrForConditionalGeneration",
+        {
+            "model_type": "glmasr",
+            "text_config": {**TEXT, "model_type": "llama"},
+            "audio_config": {
+                **{"model_type": "glmasr_encoder", "hidden_size": 16, "intermediate_size": 64},
+                **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_mel_bins": 8},
+                "max_position_embeddings": 20,
+            },
+            "tie_word_embeddings": True,
         },
     ),
     "qwen3_asr": (
