@@ -21,6 +21,7 @@ def _sizes(
 SIZES: dict[str, dict[str, int]] = {
     "aria_text": _sizes(32000, 4096, 4096, 32, 32),
     "cohere_compass_text": _sizes(256000, 8192, 22528, 40, 64),
+    "granite": _sizes(32000, 4096, 11008, 32, 32, max_position_embeddings=2048),
     "hunyuan_v1_dense": _sizes(290943, 4096, 11008, 32, 32),
     "lfm3": _sizes(128000, 2048, 7680, 24, 16),
     "qwen2": _sizes(151936, 4096, 22016, 32, 32),

@@ -369,3 +369,13 @@ def _in_windows(pictures: Tensor, side: int) -> Tensor:
     count = pictures.shape[1] // side
     windows = pictures.unflatten(1, (count, side)).unflatten(3, (count, side)).transpose(2, 3)
     return windows.flatten(0, 2).flatten(1, 2)
+
+
+OF_QUERIES: dict[type, type[nn.Module]] = {
+    PoolingAttentionSpec: PoolingAttention,
+    PerceiverSpec: Perceiver,
+    QueryProjectorSpec: QueryProjector,
+    WindowQueriesSpec: LayeredProjectors,
+    FrameQueriesSpec: FrameQueries,
+}
+"""The projectors of this file."""

@@ -20,7 +20,6 @@ from liger_models.layers.specs import (
     DownsamplingProjectorSpec,
     EmbedderSpec,
     EndedProjectorSpec,
-    FrameQueriesSpec,
     GatedProjectorSpec,
     LayerNormSpec,
     LinearProjectorSpec,
@@ -28,11 +27,8 @@ from liger_models.layers.specs import (
     MLPProjectorSpec,
     PatchMergerSpec,
     PatchSpec,
-    PerceiverSpec,
-    PoolingAttentionSpec,
     PoolProjectorSpec,
     ProjectorSpec,
-    QueryProjectorSpec,
     ResamplerSpec,
     RowsProjectorSpec,
     StridedProjectorSpec,
@@ -40,15 +36,8 @@ from liger_models.layers.specs import (
     TwiceProjectedSpec,
     TwoWaysSpec,
     VisualWordsSpec,
-    WindowQueriesSpec,
 )
-from liger_models.layers.vision.attention_projectors import (
-    FrameQueries,
-    LayeredProjectors,
-    Perceiver,
-    PoolingAttention,
-    QueryProjector,
-)
+from liger_models.layers.vision.attention_projectors import OF_QUERIES
 from liger_models.layers.vision.convolutions import (
     ConvolutionProjector,
     Resampler,
@@ -364,11 +353,7 @@ class VisualWords(nn.Module):
 
 
 PROJECTORS: dict[type, type[nn.Module]] = {
-    PoolingAttentionSpec: PoolingAttention,
-    PerceiverSpec: Perceiver,
-    QueryProjectorSpec: QueryProjector,
-    WindowQueriesSpec: LayeredProjectors,
-    FrameQueriesSpec: FrameQueries,
+    **OF_QUERIES,
     PoolProjectorSpec: PoolProjector,
     VisualWordsSpec: VisualWords,
     ResamplerSpec: Resampler,

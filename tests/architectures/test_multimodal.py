@@ -104,6 +104,7 @@ def test_the_text_part_gives_the_references_logits(written, failures):
         "mlp1",
         "connector",
         "projector",
+        "encoder",
         "visual_embeddings_table",
         "image_newline",
         "merger",
