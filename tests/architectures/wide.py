@@ -69,7 +69,7 @@ IDS |= {
 }
 IDS["visual_indicator_token_ids"] = [2, 5, 6, 7, 8]
 IDS |= {"audio_token_id": 2, "audio_token_index": 2, "audio_start_token_id": 5, "vision_start_token_id": 6}
-LAYERS_OF_SOUNDS = "encoder_layers", "num_hidden_layers", "conf_num_hidden_layers"
+LAYERS_OF_SOUNDS = "encoder_layers", "num_hidden_layers", "conf_num_hidden_layers", "num_layers"
 # Of Molmo 2, after the vocabulary.
 IDS_OF_MOLMO = (
     *("image_start_token_id", "image_end_token_id", "image_patch_id", "image_high_res_id"),
@@ -94,7 +94,7 @@ def wide_config(family: str, having: str | None = None) -> dict[str, Any]:
     # Rounded weights have tests of their own: a class made from a config alone does not round.
     config.pop("quantization_config", None)
     cut = with_layers(config, max(2, layers_of_every_kind(config)))
-    if media := not {"vision_config", "audio_config"}.isdisjoint(cut):
+    if media := not {"vision_config", "audio_config", "encoder_config"}.isdisjoint(cut):
         _cut_encoders(cut)
     if _parameters(cut) > MOST:  # layers that differ by decays of their own (MiniMax)
         cut = with_layers(cut, 2)
@@ -151,9 +151,9 @@ def _cut_encoders(config: dict[str, Any]) -> None:
         own = config.get(part) or {}
         if moved := {key: value for key, value in IDS.items() if key in own}:
             config[part] = {**own, **moved}
-    if audio := config.get("audio_config"):
-        few = {key: 3 for key in LAYERS_OF_SOUNDS if key in audio}
-        config["audio_config"] = {**audio, **few}
+    for part in ("audio_config", "encoder_config"):
+        if audio := config.get(part):
+            config[part] = {**audio, **{key: 3 for key in LAYERS_OF_SOUNDS if key in audio}}
     if isinstance(_spec(config).vision, TiledVisionSpec):  # its id is the first after the vocabulary
         config["image_token_index"] = VOCABULARY
 

@@ -12,7 +12,13 @@ from liger_models.images.sounds import Sound
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("family", ["gemma3n", "gemma4", "phi4_multimodal", "qwen2_audio", "qwen3_asr"])
+FAMILIES = (
+    *("gemma3n", "gemma4", "glmasr", "granite_speech", "musicflamingo", "phi4_multimodal"),
+    *("qwen2_audio", "qwen3_asr"),
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_at_real_widths_is_as_accurate_as_the_reference(family, emptied):  # noqa: F811
     """Compare logits, loss and every gradient of encoder, projector and language model."""
 
