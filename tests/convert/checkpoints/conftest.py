@@ -1,4 +1,4 @@
-"""Make sample_files, in the same folder, importable."""
+"""Make fake_hub and sample_files, in the same folder, importable."""
 
 import sys
 from pathlib import Path
