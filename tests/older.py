@@ -57,7 +57,7 @@ OTHERWISE = {
     r"test_published_templates\.py.*\[(gptoss|lfm2_2_5)\]": "shows templates no reasoning under another name",
     r"test_beams\w*\[qwen2_5_vl\]": "counts images by the tokens that begin them, which the prompt lacks",
     rf"test_multimodal\.py::test_{READS_A_TEXT_PART}\w*\[{WHISPERS}\]": ANOTHER_ROOT,
-    rf"tests/audio/.*test_(the_text_part|files_of_every)\w*\[{WHISPERS}\]": ANOTHER_ROOT,
+    rf"tests/audio/.*test_(the_text_part|files_of_every|positions_in)\w*\[{WHISPERS}\]": ANOTHER_ROOT,
     rf"tests/audio/test_in_transformers\.py.*\[{WHISPERS}[-\]]": ANOTHER_ROOT,
     r"tests/audio/test_(in_transformers|parity)\.py.*\[gemma4[-\]]": "inverts masks of plain attention",
     r"test_phi4_multimodal\.py::test_adapters_of_images": "looks for adapters under another name",

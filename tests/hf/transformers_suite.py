@@ -82,7 +82,7 @@ KNOWN = {
     r"test_reverse_loading_mapping": (
         "expects patterns in the conversion mapping; our entry has the exact names of all tensors"
     ),
-    r"test_tied_head_has_a_tp_plan_entry|test_tied_weights_are_sharded_together|test_tp_plan_matches_params": (
+    r"test_(tied_head_has_a_tp_plan_entry|tied_weights_are_sharded_together|tp_plan_matches_params)": (
         "transformers' plans for dividing a model are for its own modules, and are refused"
     ),
     r"(test_eager_matches_sdpa_inference_24_fp32_pad_left_output|.*test_bidirectional_image)_attentions?": (
