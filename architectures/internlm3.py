@@ -26,7 +26,8 @@ def internlm3(c: HFConfig) -> ModelSpec:
     bias = c.take_flag("attention_bias", c.take_flag("qkv_bias", False))
     if bias != c.take_flag("mlp_bias", c.take_flag("bias", False)):
         raise ConfigError(
-            f"{c.name}: attention_bias (qkv_bias) is {bias} and mlp_bias (bias) is not; expected both alike"
+            f"{c.name}: attention_bias (qkv_bias) is {bias} and mlp_bias (bias) is not; expected the same "
+            "for both"
         )
     block = BlockSpec(attention(c, bias=bias), mlp(c, bias=bias), norm)
     return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)

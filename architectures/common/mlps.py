@@ -104,8 +104,8 @@ def experts_of_two_widths(
     sizes = c.take("moe_intermediate_size", [1536, 512])
     if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
         raise ConfigError(
-            f"{c.name}: moe_intermediate_size must be two widths, of the experts of text and of those of "
-            f"pictures, found {abbreviate(sizes)}"
+            f"{c.name}: moe_intermediate_size must be two widths, of the text experts and of the image "
+            f"experts, found {abbreviate(sizes)}"
         )
     act, width = activation(c), c.take_count("moe_num_shared_experts", 2, least=0) * sizes[0]
     return MoESpec(

@@ -65,8 +65,8 @@ def hybrid_layers(
     """
     if not c.take_flag("tie_word_embeddings", True):
         raise ConfigError(
-            f"{c.name}: tie_word_embeddings is false, with which transformers shares no weights in "
-            f"{c.model_type!r} models, neither those of attention; expected true"
+            f"{c.name}: tie_word_embeddings is false, with which transformers shares no weights at all in "
+            f"{c.model_type!r} models, not even those of attention; expected true"
         )
     number, uses = c.take_count("num_mem_blocks", 1), [i for i, kind in enumerate(types) if kind == HYBRID]
     layers = [plain] * len(types)

@@ -170,7 +170,7 @@ class Layout:
             name = names[0]
             if missing := [part for part in joined.parts if f"{prefix}{part}.{kind}" not in shapes]:
                 raise ValueError(
-                    f"{name} is to hold {', '.join(joined.parts)}; the model has no {missing[0]}"
+                    f"{name} should join {', '.join(joined.parts)}, but the model has no {missing[0]}"
                 )
             if isinstance(joined.by, str) and joined.by not in canonical.axes:
                 raise ValueError(

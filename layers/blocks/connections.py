@@ -86,7 +86,7 @@ def _hand_on_keys(layers: Sequence[Block]) -> None:
         ):
             raise ValueError(
                 f"layer {i} reads the keys and values of layer {mixer.keys_of}; expected an earlier one that "
-                f"has keys of its own, hands them on, and has the same {', '.join(alike)}, no chunks, and "
+                f"has keys of its own, passes them on, and has the same {', '.join(alike)}, no chunks, and "
                 "values as wide as keys"
             )
         read.makes = keys_and_values(mixer.keys_of)
@@ -114,7 +114,7 @@ def _hand_on_latents(layers: Sequence[Block]) -> None:
         ):
             raise ValueError(
                 f"layer {i} reads the latents of layer {mixer.latents_of}; expected an earlier one that has "
-                f"latents of its own, hands them on, and has the same {', '.join(alike)}"
+                f"latents of its own, passes them on, and has the same {', '.join(alike)}"
             )
         read.makes = latents(mixer.latents_of)
         attention: Any = read.token_mixer

@@ -117,7 +117,7 @@ class Refusal:
         if any(self._copy.tolist()):
             raise DataError(
                 f"routed_experts must be from 0 to {self._num_choices - 1}, "
-                "different for one token in one layer, or -1 where the layer is to choose"
+                "different for one token in one layer, or -1 where the layer should choose"
             )
 
 

@@ -111,8 +111,8 @@ def divide_sequences(model: Any, mesh: DeviceMesh, pass_states: bool = False) ->
     if model.spec.draws_in_training:
         raise ValueError(
             "this model draws random numbers in training (dropout, or experts), and ranks that hold slices "
-            "of one batch would draw alike: sequences cannot be divided. If it has dropout, load it without "
-            "(dropout=0.0, or --dropout 0)"
+            "of one batch would draw the same ones: sequences cannot be divided. If it has dropout, load it "
+            "without (dropout=0.0, or --dropout 0)"
         )
     for module in model.modules():
         if isinstance(getattr(module, "spec", None), RecurrentSpec):

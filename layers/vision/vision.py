@@ -228,9 +228,9 @@ class Vision(nn.Module):
             return []
         if positions.of_packed:
             raise DataError(
-                "position_ids [batch, seq] begin anew, as those of packed documents, and are not those of "
-                "images, which have three axes: pass cu_seqlens (cu_seq_lens_q in transformers) without "
-                "them, or [4, batch, seq] with the positions on the axes after these"
+                "position_ids [batch, seq] restart, as for packed documents, but images need positions on "
+                "three axes: pass cu_seqlens (cu_seq_lens_q in transformers) without position_ids, or "
+                "position_ids [4, batch, seq], whose first axis is this one"
             )
         if positions.given:
             return []

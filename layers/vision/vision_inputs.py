@@ -123,8 +123,8 @@ class VisionInputs:
             )
         if WRONG_RUNS in faults:
             raise DataError(
-                "the runs of image tokens in the text are not those of the grids, one for each picture and "
-                "as long: are the images in the order of the text, with text between them?"
+                "the runs of image tokens in the text do not match the grids, which need one run of the same "
+                "length for each picture: are the images in the order of the text, with text between them?"
             )
         return all_shown
 

@@ -188,7 +188,8 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
             checks=checks,
             **others,
         )
-        hidden, routers, added = self.for_head(output.last_hidden_state), {}, None
+        hidden, added = self.for_head(output.last_hidden_state), None
+        routers: dict[str, Any] = {}
         if with_routers:
             routers, added = self._router_outputs(output.router_logits, sequences, shape)
         found: ModelOutput = CausalLMOutput()

@@ -266,7 +266,7 @@ class Run(RunParts):
 
     def _retry(self) -> str:
         last = states.newest_checkpoint(self.output)
-        begin = f"resume from {last}" if last else "begin anew"
+        begin = f"resume from {last}" if last else "start again"
         return f"{begin} with {self._remedies()}"
 
     def _remedies(self) -> str:

@@ -41,7 +41,7 @@ def test_the_corpus_matches_the_text_and_damage_is_detected(benchmarks, tmp_path
     content = bytearray(tokens.read_bytes())
     content[-1] ^= 1
     tokens.write_bytes(content)
-    with pytest.raises(DataError, match="does not hold what was written"):
+    with pytest.raises(DataError, match="has changed since it was written"):
         data._read(tmp_path / "text")
 
 

@@ -71,7 +71,7 @@ def test_packed_documents_with_images_need_positions_on_all_axes(make_pair, pair
     bounds = torch.tensor([0, lengths[0], sum(lengths)])
     counted = torch.cat([torch.arange(length) for length in lengths])[None]
     for more in ({}, {"cu_seqlens": bounds}):
-        with pytest.raises(DataError, match="begin anew"):
+        with pytest.raises(DataError, match="restart, as for packed documents"):
             pair.ours(**call, position_ids=counted, **more)
     names = ("input_ids", "image_grid_thw", "mm_token_type_ids")
     theirs = pair.reference.model

@@ -91,7 +91,7 @@ def test_an_order_may_use_the_axes_of_a_module():
 @pytest.mark.parametrize(
     ("joined", "message"),
     [
-        (Joined("qx", ("q", "x")), "layers.0.qx.weight is to hold q, x; the model has no x"),
+        (Joined("qx", ("q", "x")), "layers.0.qx.weight should join q, x, but the model has no x"),
         (Joined("qk", ("q", "k"), by="heads"), "divided by 'heads', and its module names the axes groups"),
         (Joined("qk", ("q", "k"), by="halves"), r"rows cannot be divided into 5 groups"),
     ],

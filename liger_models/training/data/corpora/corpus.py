@@ -202,8 +202,8 @@ class Corpus:
             digests.append(digest)
         if joined_digest(digests) != self.digest:
             raise DataError(
-                f"{self.folder} does not hold what was written into it: its digest is not the manifest's. "
-                "The disk or a program changed it; remove it and tokenize again"
+                f"{self.folder} has changed since it was written, by a program or a failing disk: its digest "
+                "differs from its manifest's; remove it and tokenize again"
             )
         with contextlib.suppress(OSError):  # no permission for another user's corpus
             (self.folder / MANIFEST).touch()  # a copied corpus is then read only once
