@@ -104,9 +104,7 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
         self.per_layer_inputs = _inputs_of_layers(spec)
         connect(self.layers)
         if len({getattr(block.streams, "weighted_head", None) for block in spec.blocks}) > 1:
-            raise ValueError(
-                "weighted_head differs between layers, but the streams of all must end in the same way"
-            )
+            raise ValueError("weighted_head differs between layers; all streams must end in the same way")
         self.stream_ends = make_stream_ends(spec.hidden_size, spec.streams)
         self.norm = make_last_norm(spec)
         self.rotary_emb = make_frequencies(spec.ropes)

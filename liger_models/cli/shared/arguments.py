@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 
 MODEL = "hub id, or folder of a checkpoint, an adapter or a training run"
+MODEL_TO_TRAIN = (
+    "hub id; folder of a Hugging Face checkpoint, of an adapter (which is trained further) or of a run (its "
+    "latest checkpoint); or a preset (random weights; see `list`)"
+)
 TOKENIZER = "model whose tokenizer is used: hub id, folder of a run, or folder with tokenizer.json"
 
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+from liger_models.cli.shared.arguments import MODEL_TO_TRAIN
 from liger_models.cli.shared.config_file import add_config
 from liger_models.cli.shared.data_options import add_data, add_objective, add_sources, add_train_on
 
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="hub id; folder of a Hugging Face checkpoint, of an adapter (which is trained further) or of a "
-        "run (its latest checkpoint); or a preset (random weights; see `list`)",
-    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL_TO_TRAIN)
     _add_most_used(parser)
     _add_model(parser)
     _add_data_group(parser)
