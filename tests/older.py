@@ -87,6 +87,7 @@ LATER = {
 }
 ANOTHER_MODEL = {
     r"CohereCompass\w+": "orders the rotary frequencies of the released model otherwise",
+    r"Inkling\w+": "has another place for the norm of embeddings",
     r"Glm5Next\w+": "does not have its layer types",
     r"Qwen4Exp\w+": "does not have the layer type indexed_attention",
 }

@@ -13,7 +13,13 @@ from liger_models.architectures.common.model import CHUNKED, FULL, SLIDING, laye
 from liger_models.architectures.common.rotary import has_positions, rope
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.specs import AttentionSpec, SharedAttentionSpec
+from liger_models.layers.specs import (
+    AttentionSpec,
+    ConvolvedAttentionSpec,
+    NormSpec,
+    QueryScaleSpec,
+    SharedAttentionSpec,
+)
 
 
 def attention(
@@ -218,3 +224,25 @@ def alibi_slopes(heads: int, steepest: float = 8.0, *, interleaved: bool = False
 def _geometric(count: int, steepest: float) -> tuple[float, ...]:
     exponents = torch.arange(1, count + 1, dtype=torch.float32, device="cpu") * (steepest / count)
     return tuple(torch.pow(2.0, -exponents).tolist())
+
+
+CONVOLVED = "hybrid", "hybrid_sliding"
+"""Types of layers with convolved attention, without a window and with one."""
+
+
+def convolved_attention(c: HFConfig, kind: str, norm: NormSpec) -> ConvolvedAttentionSpec:
+    """The attention of layers of a type; those with a window have sizes of their own."""
+    prefix = "swa_" if kind == CONVOLVED[1] else ""
+    heads, kv_heads = (c.take_count(f"{prefix}num_{name}_heads") for name in ("attention", "key_value"))
+    check_groups(c, heads, kv_heads)
+    dim, window = c.take_count(f"{prefix}head_dim", 128), c.take_count("sliding_window_size", 512)
+    floor, alpha = c.take_count("log_scaling_n_floor", None), c.take_number("log_scaling_alpha", 0.1)
+    extent = c.take_count("rel_extent", 1024)
+    return ConvolvedAttentionSpec(
+        *(heads, kv_heads, dim, 1 / dim, norm),
+        extent=window if prefix else extent,
+        distance_dim=c.take_count("d_rel", 16),
+        conv=c.take_count("conv_kernel_size", 4),
+        window=window if prefix else None,
+        query_scale=None if prefix or floor is None else QueryScaleSpec(alpha, floor, first=1, late=True),
+    )

@@ -285,6 +285,32 @@ def masked_attention(
     return torch._scaled_dot_product_attention_math(q, k, v, bias, dropout, scale=scale)[0]
 
 
+def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attention whose scores have a bias with a gradient, never by cuDNN.
+
+    Args:
+        q: [batch, heads, queries, dim]; k, v: [batch, kv_heads, keys, dim].
+        bias: [batch, heads, queries, keys] in q's dtype, added to the scaled scores; -inf hides a key. Every
+            query sees one.
+        scale: factor of the scores.
+
+    Returns:
+        [batch, heads, queries, dim].
+    """
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    if q.device.type == "mps":
+        return torch._scaled_dot_product_attention_math(q, k, v, bias, scale=scale)[0]
+    if not q.is_cuda or q.dtype not in _16_BITS or torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+    keys = k.shape[2]
+    bias = F.pad(bias, (0, _aligned(keys) - keys))[..., :keys]  # rows that start where the kernel reads
+    if can_use_efficient_attention(SDPAParams(q, k, v, bias, 0.0, False, False)):
+        keep = _is_differentiated(q, k, v, bias)
+        return torch._scaled_dot_product_efficient_attention(q, k, v, bias, keep, scale=scale)[0]
+    return torch._scaled_dot_product_attention_math(q, k, v, bias, scale=scale)[0]
+
+
 def cudnn_takes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     """Whether cuDNN is enabled and right for attention without a mask; shapes as in `unmasked_attention`."""
     grouped = q.shape[1] != k.shape[1]

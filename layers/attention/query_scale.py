@@ -2,6 +2,7 @@
 
     q[t] = q[t] * (1 + beta * log(1 + floor((first + position[t]) / length)))
         or q[t] * (1 + (first + position[t]) / length)^beta   (Beam, 2026)
+        or q[t] * (1 + beta * log(max(1, (first + position[t]) / length)))   (Inkling, 2026)
 
 The factors are made once for all layers, in float32 (`Positions.query_scale`), and a product is rounded once,
 without a copy of the queries in float32. Mistral Large 4 learns two numbers per head h instead:

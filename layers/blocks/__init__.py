@@ -24,7 +24,7 @@ from liger_models.layers.blocks.layer_scale import LayerScaleBlock
 from liger_models.layers.blocks.one_part import OnePartBlock
 from liger_models.layers.blocks.parallel import ParallelBlock, ParallelTwoNormsBlock
 from liger_models.layers.blocks.post_norm import NormedSumsBlock, PostNormBlock
-from liger_models.layers.blocks.pre_norm import MLPNormBlock, PreNormBlock
+from liger_models.layers.blocks.pre_norm import ConvolvedBlock, MLPNormBlock, PreNormBlock
 from liger_models.layers.blocks.sandwich import SandwichBlock
 from liger_models.layers.blocks.scaled_sandwich import (
     ScaledSandwichBlock,
@@ -52,6 +52,7 @@ __all__ = [
 BLOCKS: dict[str, type[Block]] = {
     "pre_norm": PreNormBlock,
     "mlp_norm": MLPNormBlock,
+    "convolved": ConvolvedBlock,
     "from_norms": FromNormsBlock,
     "layer_scale": LayerScaleBlock,
     "gated_pre_norm": GatedPreNormBlock,

@@ -244,7 +244,7 @@ class Block(nn.Module):
         for part in self.children():
             if isinstance(part, MixtureOfExperts):
                 spec = part.spec
-                logits = spec.num_choices * (4 if spec.float32_router else itemsize)
+                logits = spec.num_logits * (4 if spec.float32_router else itemsize)
                 kept += unwrapped(part.router).decision_bytes + (logits if spec.has_router_loss else 0)
         return kept
 

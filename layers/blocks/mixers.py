@@ -23,6 +23,7 @@ from liger_models.layers.grids.grid_attention import GridAttention
 from liger_models.layers.grids.grid_conv import GridConvolution
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.recurrent.channel_delta import ChannelDelta
+from liger_models.layers.recurrent.convolved_attention import ConvolvedAttention
 from liger_models.layers.recurrent.gated_conv import GatedConvolution
 from liger_models.layers.recurrent.gated_delta import GatedDelta
 from liger_models.layers.recurrent.lightning import LightningAttention
@@ -35,6 +36,7 @@ from liger_models.layers.specs import (
     ChannelDeltaSpec,
     CompressedAttentionSpec,
     ContextAttentionSpec,
+    ConvolvedAttentionSpec,
     CrossAttentionSpec,
     DifferentialAttentionSpec,
     DistanceAttentionSpec,
@@ -75,6 +77,7 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     LatentAttentionSpec: LatentAttention,
     CompressedAttentionSpec: CompressedAttention,
     DifferentialAttentionSpec: DifferentialAttention,
+    ConvolvedAttentionSpec: ConvolvedAttention,
     CrossAttentionSpec: CrossAttention,
     GridAttentionSpec: GridAttention,
     GridConvSpec: GridConvolution,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from liger_models.layers.experts.moe import MixtureOfExperts
+from liger_models.layers.experts.sinks import SinkExperts
 from liger_models.layers.recompute.activation_memory import ActivationMemory, carry_recipes
 from liger_models.layers.sequences.agreement import is_of_several
 from liger_models.layers.sequences.sequences import Sequences
@@ -85,4 +86,6 @@ class ModalExperts(MixtureOfExperts):
 
 def make_experts(hidden_size: int, spec: MoESpec) -> MixtureOfExperts:
     """The experts of a spec."""
+    if spec.sink_experts:
+        return SinkExperts(hidden_size, spec)
     return (MixtureOfExperts if spec.image_size is None else ModalExperts)(hidden_size, spec)

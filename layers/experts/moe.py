@@ -32,7 +32,7 @@ from liger_models.layers.experts.deepep_tokens import DeepEPRoutes
 from liger_models.layers.experts.expert_parallel import ExpertExchange, Routes
 from liger_models.layers.experts.gathered_tokens import GatheredRoutes
 from liger_models.layers.experts.input_noise import InputNoise
-from liger_models.layers.experts.router import Router, SparseMixerRouter
+from liger_models.layers.experts.router import make_router
 from liger_models.layers.parts.mlp import make_mlp
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.float8 import Float8Settings, check_float8
@@ -68,7 +68,7 @@ class MixtureOfExperts(nn.Module):
             raise ValueError(f"image_size is {spec.image_size}, of a {type(self).__name__}")
         self.spec, self.hidden_size = spec, hidden_size
         self.input_noise = InputNoise(spec.input_noise) if spec.input_noise else None
-        self.router = (SparseMixerRouter if spec.sparse_mixer else Router)(hidden_size, spec)
+        self.router = make_router(hidden_size, spec)
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if spec.latent_size is not None:
             self.fc1_latent_proj = Linear(hidden_size, spec.latent_size, bias=spec.latent_bias)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
@@ -44,8 +45,8 @@ class Router(nn.Module):
         super().__init__()
         self.spec = spec
         self.wider_matrices = ("weight",) if spec.float32_router else ()
-        self.weight = nn.Parameter(torch.empty(spec.num_choices, hidden_size))
-        self.bias = nn.Parameter(torch.empty(spec.num_choices)) if spec.router_bias else None
+        self.weight = nn.Parameter(torch.empty(spec.num_logits, hidden_size))
+        self.bias = nn.Parameter(torch.empty(spec.num_logits)) if spec.router_bias else None
         correction = torch.empty(spec.num_choices, dtype=torch.float32) if spec.correction_bias else None
         self.register_buffer("correction_bias", correction)
         if spec.correct_logits and not spec.correction_bias:
@@ -95,7 +96,7 @@ class Router(nn.Module):
         `all` its output. (The block accounts for the input.)
         """
         spec = self.spec
-        kept = spec.num_choices * (4 if spec.float32_router else itemsize) + 8 * spec.experts_per_token
+        kept = spec.num_logits * (4 if spec.float32_router else itemsize) + 8 * spec.experts_per_token
         if spec.expert_scale:
             kept += 16 * spec.experts_per_token
         if spec.router_norm_eps is not None:
@@ -245,9 +246,58 @@ class SparseMixerRouter(Router):
         return 2 * (4 + 4 + self.spec.num_experts)
 
 
+class SinkRouter(Router):
+    """A router that also weighs experts of every token, the sinks.
+
+        w = softmax(log sigmoid(logits of chosen experts and sinks)) * scaling factor * learned scale
+
+    The choice is as in `Router`. The sinks' logits and weights are the last ones, [T, E + S] and [T, k + S].
+    """
+
+    def __init__(self, hidden_size: int, spec: MoESpec):
+        super().__init__(hidden_size, spec)
+        own = spec.expert_scale or spec.identity_experts or spec.by_token_id is not None
+        usual = spec.score == "sigmoid" and spec.renormalize and not spec.softmax_after_top_k
+        if own or not usual or not spec.float32_router:
+            raise ValueError(
+                "sink_experts need logits in float32, and experts chosen by their sigmoids and weighted by "
+                f"shares of these, without scales of their own and identity experts; found {spec}"
+            )
+        self.global_scale = nn.Parameter(torch.ones(1))
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """As in `Router`, with a scale of one."""
+        super().reset_parameters(std, generator)
+        if hasattr(self, "global_scale"):
+            nn.init.ones_(self.global_scale)
+
+    def _choose(self, logits: Tensor, made: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Weights [T, k + S], and the decision: the experts [T, k]."""
+        routed, of_sinks = logits.split([self.spec.num_choices, self.spec.sink_experts], dim=1)
+        (experts,) = super()._choose(routed.detach(), None)[1] if made is None else made
+        scores = torch.cat([routed.gather(1, experts.long()), of_sinks], dim=1)
+        # By logarithms, since all sigmoids of a token may vanish.
+        shares = at_least_float32(F.logsigmoid(scores)).softmax(-1)
+        return shares * (self.spec.routed_scaling_factor * self.global_scale.to(shares.dtype)), (experts,)
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Saved bytes per token: those of `Router`, for chosen experts and sinks their scores, shares and
+        weights in float32, and the chosen experts in 8 bytes.
+        """
+        both = self.spec.experts_per_token + self.spec.sink_experts
+        return super().activation_bytes(level, itemsize) + 12 * both + 8 * self.spec.experts_per_token
+
+
+def make_router(hidden_size: int, spec: MoESpec) -> Router:
+    """The router of a spec."""
+    kind = SparseMixerRouter if spec.sparse_mixer else SinkRouter if spec.sink_experts else Router
+    return kind(hidden_size, spec)
+
+
 _FOR_ROUTE = (
     *("experts_per_token", "score", "softmax_after_top_k", "renormalize", "correction_bias"),
     "correct_logits",
     *("num_groups", "top_groups", "group_score", "routed_scaling_factor", "renormalize_eps"),
     "identity_experts",
+    "sink_experts",
 )

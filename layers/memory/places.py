@@ -49,9 +49,9 @@ def matrix_elements(layer: Block, frozen: bool = False) -> tuple[int, int, int]:
     places = places_of(layer)
     for module, name, p in (found for part in (layer, *layer.borrowed) for found in matrices(part)):
         elements = 0 if frozen and p.requires_grad else math.prod(dense_shape(module, name))
-        mixture, place = layer.spec.mixture, places.get(id(p))
-        if isinstance(module, Experts) and mixture is not None:
-            elements = elements * mixture.experts_per_token // mixture.num_experts
+        place = places.get(id(p))
+        if isinstance(module, Experts):
+            elements = elements * module.spec.experts_per_token // module.spec.num_experts
         if place == "last":
             last += elements
         elif place == "front":

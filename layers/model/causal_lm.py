@@ -65,7 +65,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         self.make_decoder(spec, attention)
         self.head_layers = make_head_layers(spec.hidden_size, spec.head_layers)
         self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias, spec.float32_head)
-        self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
+        self.logit_form = LogitForm.of(spec)
         self.tie_weights()
         note_fresh_weights(self, spec.fresh)
         if spec.tie_word_embeddings:

@@ -192,7 +192,8 @@ def _divergence(
                 "is defined over one vocabulary"
             )
         compare = _in_chunks
-        if lesson.top_k is None and all(type(one).forward is LMHead.forward for one in (head, teacher_head)):
+        plain = all(type(one).forward is LMHead.forward for one in (head, teacher_head))
+        if lesson.top_k is None and plain and form.ids is None and teacher_form.ids is None:
             compare = _fused
         pair = (head, hidden, form), (teacher_head, teacher_hidden, teacher_form)
         with torch.enable_grad() if gradients else torch.no_grad():

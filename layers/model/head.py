@@ -23,20 +23,33 @@ from liger_models.layers.parts.embedding import TrainedRows
 from liger_models.layers.projections.linear import Linear, as_wide_as
 from liger_models.layers.recompute.activation_memory import recompute
 from liger_models.layers.sequences.documents import IGNORE_INDEX
+from liger_models.layers.specs import ModelSpec
 
 
 @dataclass(frozen=True)
 class LogitForm:
-    """Transform of a head's product z: `scale * z`, or `softcap * tanh(scale * z / softcap)`.
+    """Transform of a head's product z: `scale * z`, or `softcap * tanh(scale * z / softcap)`, of the first
+    `ids` rows of the head, which are the ids that it predicts; None: of all.
 
     Kept outside the head, since an adapter around the head adds to the product.
     """
 
     scale: float = 1.0
     softcap: float | None = None
+    ids: int | None = None
+
+    @staticmethod
+    def of(spec: ModelSpec) -> LogitForm:
+        """The form of a model's logits."""
+        return LogitForm(spec.logit_scale, spec.logit_softcap, spec.predicted_ids)
+
+    def predicted(self, z: Tensor, dim: int = -1) -> Tensor:
+        """The part of z that belongs to predicted ids; of rows of a weight with `dim` 0."""
+        return z if self.ids is None else z.narrow(dim, 0, self.ids)
 
     def __call__(self, z: Tensor) -> Tensor:
-        """z [..., V] -> logits [..., V]."""
+        """z [..., V] -> logits [..., V], or [..., ids]."""
+        z = self.predicted(z)
         z = z if self.scale == 1.0 else z * self.scale
         return z if self.softcap is None else self.softcap * (z / self.softcap).tanh()
 
@@ -93,7 +106,9 @@ class LMHead(Linear):
             return super().forward(hidden)
         if labels is None:
             return nn.functional.linear(hidden, weight, as_wide_as(weight, self.bias))
-        operands = hidden, weight, labels, as_wide_as(weight, self.bias)
+        weight = form.predicted(weight, 0)
+        bias = as_wide_as(weight, self.bias)
+        operands = hidden, weight, labels, None if bias is None else form.predicted(bias)
         options: Any = {"num_valid": num_valid, "logit_scale": form.scale, "softcap": form.softcap}
         if score is None:
             return linear_cross_entropy(*operands, num_items=num_items, **options)
@@ -130,7 +145,7 @@ def loss_of_head(
 
     def summed(product: Product, hidden: Tensor) -> Tensor:
         def of_piece(hidden: Tensor, labels: Tensor) -> Tensor:
-            z, cap = product(hidden), form.softcap
+            z, cap = form.predicted(product(hidden)), form.softcap
             loss = cross_entropy(z, labels, reduction="sum", logit_scale=form.scale, softcap=cap)
             assert isinstance(loss, Tensor)  # nothing else was requested
             return loss
@@ -162,7 +177,7 @@ def scores_of_head(
     def scores(product: Product, hidden: Tensor) -> tuple[tuple[Tensor | None, ...], ...]:
         def of_piece(hidden: Tensor, labels: Tensor, *temperature: Tensor) -> tuple[Tensor | None, ...]:
             own: Any = {"temperature": temperature[0]} if temperature else {}
-            return tuple(log_probs(product(hidden), labels, **options, **own))
+            return tuple(log_probs(form.predicted(product(hidden)), labels, **options, **own))
 
         # At least one piece, possibly empty: it determines the outputs and connects the result to the graph.
         columns = hidden, labels[kept], *temperatures

@@ -18,6 +18,7 @@ from liger_models.layers.experts.moe import Experts
 from liger_models.layers.experts.router import SparseMixerRouter
 from liger_models.layers.projections.linear import has_hooks, hooks_everywhere
 from liger_models.layers.recompute.activation_memory import ON_HOST, RERUN
+from liger_models.layers.recurrent.convolved_attention import ConvolvedAttention
 from liger_models.layers.sequences.agreement import is_of_several_processes
 from liger_models.layers.sequences.sequences import Sequences
 
@@ -108,6 +109,8 @@ def check_layers(model: Any, of: RecordedModules) -> None:
         _refuse(
             "attention to compressed keys, whose blocks the host chooses by the documents,", "train without"
         )
+    if any(isinstance(module, ConvolvedAttention) for module in of.modules):
+        _refuse("attention with scores by distance, whose blocks the host chooses,", "train without")
     levels = {layer.activation_memory for layer in model.layers}
     if found := levels & {"offload", ON_HOST}:
         _refuse(f"activation_memory={min(found)!r}", "use 'tiled'")

@@ -92,9 +92,9 @@ class Request:
         # Scores have no divisor, so a call without labels is valid.
         num_items = self.num_items if self.score is None else 1
         beginnings = labels_of_beginnings(sequences.documents, self.labels, num_items)
-        vocab_size, num_ids = spec.vocab_size, spec.num_ids
+        num_labels, num_ids = spec.num_labels, spec.num_ids
         return CallChecks(
-            input_ids, targets, vocab_size, num_items, sequences, num_ids, beginnings, groups, device
+            input_ids, targets, num_labels, num_items, sequences, num_ids, beginnings, groups, device
         )
 
     def divisor(self, num_valid: int) -> Tensor | int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from liger_models.kernels import embedding, rms_norm
 from liger_models.kernels._constants import cached_tensors
 from liger_models.kernels._copies import to_device
+from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.specs import ModelSpec, NormSpec
 
 
@@ -59,7 +60,7 @@ class TokenEmbedding(nn.Embedding):
         padding_idx: row without a gradient.
         round_scale: first round the scale to the embeddings' dtype, as in the training of Gemma: in bfloat16
             the square root of 3072 is 55.5.
-        norm: an RMSNorm of the embeddings, without a weight.
+        norm: an RMSNorm of the embeddings; with a weight it is the module `embed_norm`.
 
     Attributes:
         trained_rows: rows that are trained while the others are frozen, if any.
@@ -81,13 +82,16 @@ class TokenEmbedding(nn.Embedding):
         self.trained_rows: TrainedRows | None = None
         self.embed_scale = scale  # PEFT looks for this name to scale an adapter's output
         self.round_scale, self.norm = round_scale, norm
+        self.embed_norm = make_norm(hidden_size, norm) if norm is not None and norm.weighted else None
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., H]."""
         x, scale = embedding(ids, self.weight, self.padding_idx), self.embed_scale
         if self.trained_rows is not None:
             x = self.trained_rows.looked_up(ids, x)
-        if self.norm is not None:
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
+        elif self.norm is not None:
             x = rms_norm(x, None, self.norm.eps, cast=self.norm.cast)
         if not self.round_scale:
             return x * scale

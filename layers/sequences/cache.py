@@ -110,6 +110,21 @@ class KVCache:
         for room, state in zip(self.recurrent[layer][first : first + len(states)], states, strict=True):
             room.copy_(state)
 
+    def inputs(self, layer: int, first: int, count: int = 1) -> tuple[Tensor, ...] | None:
+        """The last inputs of a layer's convolutions before the new tokens, [batch, K - 1, channels] each, of
+        `count` convolutions from number `first` on; None if the new tokens are the first.
+        """
+        found = self.states(layer, first)
+        return None if found is None else found[:count]
+
+    def keep_inputs(self, layer: int, first: int, *inputs: Tensor) -> None:
+        """Store the last inputs of convolutions after the new tokens, from number `first` on."""
+        self.keep_states(layer, *inputs, first=first)
+
+    def distances(self, layer: int) -> Tensor:
+        """The number of tokens from each token returned by `append` to each new one, [batch, new, extent]."""
+        return (self.slots[:, None] - torch.arange(self.extent, device=self.slots.device))[:, None]
+
     def real_tokens(self) -> tuple[Tensor, Tensor] | None:
         """The indices of the new tokens that are not padding, and the boundaries [batch + 1] of the rows
         among these; None if there is no padding.

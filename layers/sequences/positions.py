@@ -116,6 +116,8 @@ class Positions(Part):
     def _query_scale(self, spec: QueryScaleSpec) -> Tensor:
         if spec.power:
             return torch.exp(spec.beta * torch.log1p((self.ids.float() + spec.first) / spec.length))
+        if spec.late:
+            return 1 + spec.beta * ((self.ids.float() + spec.first) / spec.length).clamp(min=1).log()
         lengths_passed = torch.floor((self.ids.float() + spec.first) / spec.length)
         return 1 + spec.beta * torch.log(1 + lengths_passed)
 

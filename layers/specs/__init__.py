@@ -44,6 +44,7 @@ from liger_models.layers.specs.conformer import (
     LocalAttentionSpec,
     RelativeAttentionSpec,
 )
+from liger_models.layers.specs.convolved import ConvolvedAttentionSpec
 from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Truncated, Uniform
 from liger_models.layers.specs.indexers import (
     BlockIndexerSpec,
@@ -166,6 +167,7 @@ __all__ = [
     "Constant",
     "ContextAttentionSpec",
     "ConvolutionProjectorSpec",
+    "ConvolvedAttentionSpec",
     "CountedSounds",
     "CroppedPictures",
     "CroppedTable",

@@ -31,7 +31,7 @@ class QKNormSpec:
     values: bool = False
 
 
-class _Heads:
+class Heads:
     """Widths of queries, keys and values over all heads."""
 
     num_attention_heads: int
@@ -48,7 +48,7 @@ class _Heads:
 
 
 @dataclass(frozen=True)
-class AttentionSpec(_Heads):
+class AttentionSpec(Heads):
     """Attention with grouped key/value heads: `causal`, or bidirectional within documents.
 
     `scale` multiplies the scores. `window` is the number of visible tokens, the query's own included (None:
@@ -137,7 +137,7 @@ class AttentionSpec(_Heads):
 
 
 @dataclass(frozen=True)
-class SharedAttentionSpec(_Heads):
+class SharedAttentionSpec(Heads):
     """Causal attention with only queries of its own, to the keys and values of the earlier layer `keys_of`,
     which also defines their heads and the window.
 
@@ -300,7 +300,7 @@ class CompressedAttentionSpec:
 
 
 @dataclass(frozen=True)
-class GridAttentionSpec(_Heads):
+class GridAttentionSpec(Heads):
     """Attention of the patches of pictures of `side` times `side` patches, in blocks of `merge` times
     `merge`, with learned relative positions: layers/grids/grid_attention.py. With a `window`, patches attend
     within windows of so many times so many.
@@ -373,7 +373,7 @@ class DifferentialAttentionSpec:
 
 
 @dataclass(frozen=True)
-class CrossAttentionSpec(_Heads):
+class CrossAttentionSpec(Heads):
     """Attention of tokens to image features, with norms of each head of queries and keys (Llama 3.2 Vision):
     see layers/attention/cross_attention.py.
     """

@@ -26,6 +26,7 @@ from liger_models.layers.specs.conformer import (
     LocalAttentionSpec,
     RelativeAttentionSpec,
 )
+from liger_models.layers.specs.convolved import ConvolvedAttentionSpec
 from liger_models.layers.specs.mlp import MLPSpec, MoESpec, NgramSpec, PerLayerInputSpec
 from liger_models.layers.specs.norms import GatedNormSpec, LayerNormSpec, NormSpec
 from liger_models.layers.specs.recurrent import RecurrentSpec
@@ -37,6 +38,7 @@ MixerSpec = (
     | LatentAttentionSpec
     | CompressedAttentionSpec
     | DifferentialAttentionSpec
+    | ConvolvedAttentionSpec
     | CrossAttentionSpec
     | GridAttentionSpec
     | GridConvSpec
@@ -51,6 +53,7 @@ MixerSpec = (
 Topology = Literal[
     "pre_norm",
     "mlp_norm",
+    "convolved",
     "from_norms",
     "layer_scale",
     "gated_pre_norm",
@@ -190,6 +193,11 @@ class BlockSpec:
     def recurrent(self) -> RecurrentSpec | None:
         """The mixer that carries a state; None if there is none."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, RecurrentSpec)), None)
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether some part reads a state of the tokens before: a recurrent mixer, or convolutions."""
+        return self.recurrent is not None or isinstance(self.mixer, ConvolvedAttentionSpec)
 
     @property
     def mixture(self) -> MoESpec | None:

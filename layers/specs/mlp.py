@@ -69,7 +69,9 @@ class MoESpec:
     expert read the tokens themselves. `shared_expert` is an additional MLP for all tokens; `shared_scale`
     multiplies its output, and `shared_gate` weighs it by sigmoid(gate(x)). With `output_norm` the sum of all
     their outputs is normalised. The router also chooses among
-    `identity_experts` without weights, which return their input; their numbers follow those of the MLPs. With
+    `identity_experts` without weights, which return their input; their numbers follow those of the MLPs.
+    Every token also goes to `sink_experts` further ones, which share in the weights
+    (layers/experts/sinks.py); a learned number then multiplies all weights. With
     `image_size` tokens of pictures have as many other experts of that width, with a router of their own
     (layers/experts/modal_experts.py). With `by_token_id` a stored table has the experts of each of so many
     token ids, and the router computes only their weights. The coefficients are those of the load balancing
@@ -105,6 +107,7 @@ class MoESpec:
     shared_scale: float = 1.0
     output_norm: NormSpec | None = None
     identity_experts: int = 0
+    sink_experts: int = 0
     image_size: int | None = None
     by_token_id: int | None = None
     aux_loss_coef: float = 0.0
@@ -119,6 +122,11 @@ class MoESpec:
     def num_choices(self) -> int:
         """Number of experts that the router chooses from."""
         return self.num_experts + self.identity_experts
+
+    @property
+    def num_logits(self) -> int:
+        """Number of the router's logits."""
+        return self.num_choices + self.sink_experts
 
     def input_size(self, hidden_size: int) -> int:
         """Width of the experts' inputs and outputs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from liger_models.layers.specs.attention import AttentionSpec
 from liger_models.layers.specs.audio import AudioSpec
@@ -45,14 +45,15 @@ class ModelSpec:
     """A causal language model: embeddings, blocks, a final norm (or None) and a head.
 
     `embed_scale` multiplies the embeddings of ids; with `round_embed_scale` it is first rounded to their
-    dtype (Gemma). `id_norm` is a norm of these embeddings without a weight (Muse Glimmer); embeddings that a
+    dtype (Gemma). `id_norm` is a norm of these embeddings (Muse Glimmer, Inkling); embeddings that a
     caller passes are not normalised. `input_scale` multiplies any input of the first block (Granite).
     `logit_scale` multiplies the logits, and `logit_softcap` bounds them: softcap * tanh(logit / softcap).
     `padding_idx` is the embedding row whose lookup has no gradient, as in the reference, and that is
     initialised with zeros. (A tied head still gives it a gradient.) `per_layer_vocab_size` is the number of
     ids with per-layer embeddings, if there are any; ids beyond have those of id 0. `vision` is the image
     encoder, and `audio` the audio encoder. `extra_ids` ids after the vocabulary have embeddings and are never
-    predicted. `mtp` are modules that predict further tokens.
+    predicted. Nor are those from `predicted_ids` on, for which the head has rows without use. `mtp` are
+    modules that predict further tokens.
 
     `learned_positions` is the number of positions with a learned vector, which is added to the embedding;
     `unused_positions` rows of their table come before them. With `sinusoidal_positions` it is a fixed vector
@@ -89,6 +90,7 @@ class ModelSpec:
     vision: VisionSpec | TiledVisionSpec | None = None
     audio: AudioSpec | None = None
     extra_ids: int = 0
+    predicted_ids: int | None = None
     mtp: MTPSpec | None = None
     learned_positions: int | None = None
     unused_positions: int = 0
@@ -129,6 +131,24 @@ class ModelSpec:
         """Number of ids with embeddings."""
         return self.vocab_size + self.extra_ids
 
+    def resized(self, size: int) -> ModelSpec:
+        """The spec with a vocabulary of `size` ids, and no others.
+
+        Raises:
+            ValueError: ids from some number on are never predicted.
+        """
+        if self.predicted_ids is not None:
+            raise ValueError(
+                f"only the first {self.predicted_ids} of this model's {self.num_ids} ids are predicted, so "
+                f"their number cannot change; found {size}"
+            )
+        return replace(self, vocab_size=size, extra_ids=0)
+
+    @property
+    def num_labels(self) -> int:
+        """Number of ids that are predicted."""
+        return self.vocab_size if self.predicted_ids is None else self.predicted_ids
+
     @functools.cached_property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """Distinct rotary settings of the layers, in the order of first use."""
@@ -143,7 +163,7 @@ class ModelSpec:
     @property
     def is_recurrent(self) -> bool:
         """Whether some layer carries a state from token to token."""
-        return any(block.recurrent is not None for block in self.blocks)
+        return any(block.carries_state for block in self.blocks)
 
     @property
     def is_bidirectional(self) -> bool:

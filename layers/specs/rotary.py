@@ -64,10 +64,12 @@ class RopeSpec:
 class QueryScaleSpec:
     """A factor of the queries that grows with their position (Llama 4, Ministral 3), which keeps attention
     sharp over more keys: 1 + beta * log(1 + floor((first + position) / length)), or as a `power` (Beam)
-    (1 + (first + position) / length) ^ beta. `first` is the value of the first position.
+    (1 + (first + position) / length) ^ beta, or if it starts `late` (Inkling)
+    1 + beta * log(max(1, (first + position) / length)). `first` is the value of the first position.
     """
 
     beta: float
     length: int
     first: int = 0
     power: bool = False
+    late: bool = False

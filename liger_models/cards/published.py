@@ -18,6 +18,7 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import (
     AttentionSpec,
     ChannelDeltaSpec,
+    ConvolvedAttentionSpec,
     DifferentialAttentionSpec,
     GatedConvSpec,
     GatedDeltaSpec,
@@ -154,7 +155,9 @@ def features(spec: ModelSpec) -> Iterator[str]:
 
 
 def _attention(spec: ModelSpec) -> list[AttentionSpec]:
-    return [m for block in spec.blocks for m in block.mixers if isinstance(m, AttentionSpec)]
+    mixers = [mixer for block in spec.blocks for mixer in block.mixers]
+    heads = [m.attention if isinstance(m, ConvolvedAttentionSpec) else m for m in mixers]
+    return [m for m in heads if isinstance(m, AttentionSpec)]
 
 
 def _windows(spec: ModelSpec) -> set[bool]:
@@ -173,6 +176,12 @@ FEATURES: Mapping[str, Any] = {
     "compressed keys": lambda spec: any(getattr(b.mixer, "compressor", None) for b in spec.blocks),
     "differential attention": lambda spec: any(
         isinstance(b.mixer, DifferentialAttentionSpec) for b in spec.blocks
+    ),
+    "convolved keys and values": lambda spec: any(
+        isinstance(b.mixer, ConvolvedAttentionSpec) for b in spec.blocks
+    ),
+    "learned scores by distance": lambda spec: any(
+        isinstance(b.mixer, ConvolvedAttentionSpec) for b in spec.blocks
     ),
     "sliding window": lambda spec: _windows(spec) == {True},
     "sliding window on some layers": lambda spec: _windows(spec) == {True, False},
@@ -215,6 +224,7 @@ FEATURES: Mapping[str, Any] = {
     "experts by token id": lambda spec: any(experts.by_token_id for experts in _experts(spec)),
     "latent experts": lambda spec: any(experts.latent_size for experts in _experts(spec)),
     "shared experts": lambda spec: any(experts.shared_expert for experts in _experts(spec)),
+    "experts of every token in the softmax": lambda spec: any(e.sink_experts for e in _experts(spec)),
     "several residual streams": lambda spec: spec.streams is not None,
     "embeddings of n-grams": lambda spec: any(block.ngrams for block in spec.blocks),
     "LayerNorm": lambda spec: isinstance(spec.norm, LayerNormSpec),

@@ -87,7 +87,7 @@ class Workshop:
         return path
 
     def random_ids(self, *shape: int) -> Tensor:
-        size = self.reference.config.get_text_config().vocab_size
+        size = self.spec.num_labels
         return torch.randint(size, shape, generator=torch.Generator().manual_seed(2))
 
     @cached_property

@@ -236,6 +236,26 @@ class TransformersCache(KVCache):
         for state in scanned:
             cache.update_recurrent_state(state, layer)
 
+    def inputs(self, layer: int, first: int, count: int = 1) -> tuple[Tensor, ...] | None:
+        """Return `KVCache.inputs`."""
+        if self.seen == 0:
+            return None
+        held: Any = self.cache.layers[layer]
+        return tuple(held.conv_states[first + i].transpose(1, 2) for i in range(count))
+
+    def keep_inputs(self, layer: int, first: int, *inputs: Tensor) -> None:
+        """Store the inputs where transformers' own model keeps them."""
+        cache: Any = self.cache
+        for number, last in enumerate(inputs, first):
+            cache.update_conv_state(last.transpose(1, 2), layer, state_idx=number)
+
+    def distances(self, layer: int) -> Tensor:
+        """Return `KVCache.distances`, the same for all rows."""
+        length, start = self._extent[layer]
+        keys = start + torch.arange(length, device=self.lengths.device)
+        queries = self.seen + torch.arange(self.shape[1], device=keys.device)
+        return (queries[:, None] - keys)[None]
+
     def real_tokens(self) -> tuple[Tensor, Tensor] | None:
         """Return `KVCache.real_tokens`. Calls after the first include padding."""
         if self.seen == 0 or self.attention_mask is None:

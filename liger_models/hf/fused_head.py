@@ -28,6 +28,8 @@ def refuse_other_logits(model: Any, forward: Any) -> None:
     cap = model.logit_form.softcap
     if model.head_layers is not None:
         found = "the layers of the head before its last one"
+    elif model.logit_form.ids is not None:
+        found = "leaving out ids that are never predicted"
     elif cap is not None and getattr(model.config.get_text_config(), CAP, None) != cap:
         found = f"the cap of the logits ({cap:g}), which this config does not name {CAP}"
     else:

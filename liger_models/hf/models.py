@@ -68,7 +68,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         self.vocab_size = spec.vocab_size
         self.head_layers = make_head_layers(spec.hidden_size, spec.head_layers)
         self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias, spec.float32_head)
-        self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
+        self.logit_form = LogitForm.of(spec)
         self._place_parts()
         self._begin()
 

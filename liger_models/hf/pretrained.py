@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -296,12 +295,12 @@ class LigerPreTrainedModel(CheckpointingSwitches, DtypesOfTransformers, PreTrain
                     f"most that its embedding can have; found {value.num_embeddings}"
                 )
             if value.num_embeddings != spec.num_ids:
-                spec = replace(spec, vocab_size=value.num_embeddings, extra_ids=0)
+                spec = spec.resized(value.num_embeddings)
         if type(value) is nn.Embedding:
             with torch.device("meta"):
-                scale = spec.embed_scale, spec.padding_idx, spec.round_embed_scale
+                scale = spec.embed_scale, spec.padding_idx, spec.round_embed_scale, spec.id_norm
                 ours = TokenEmbedding(spec.num_ids, spec.hidden_size, *scale)
-            ours.weight = value.weight
+            ours.weight, ours.embed_norm = value.weight, getattr(decoder.embed_tokens, "embed_norm", None)
             keep_initialized(value, ours)
             value = ours
         decoder.embed_tokens, decoder.spec = value, spec

@@ -143,7 +143,7 @@ def _call_of(spec: ModelSpec, folder: Path) -> tuple[dict[str, Any], int, int]:
     length = min(LENGTH, spec.position_limit or LENGTH)
     generator = torch.Generator().manual_seed(0)
     if spec.vision is None and spec.audio is None:
-        ids = torch.randint(spec.vocab_size, (ROWS, length), generator=generator)
+        ids = torch.randint(spec.num_labels, (ROWS, length), generator=generator)
         return {"input_ids": ids, "labels": ids}, 0, 0
     documents = documents_with_media(spec)
     call = Scenes(spec, HFConfig.load(folder).raw, generator).make_even(documents)

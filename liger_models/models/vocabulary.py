@@ -35,6 +35,11 @@ def check_vocabulary(spec: ModelSpec, size: int) -> None:
             f"this model has embeddings of {spec.extra_ids} more ids right after its vocabulary of "
             f"{spec.vocab_size}, such as the image token's, so the vocabulary cannot change its size"
         )
+    if spec.predicted_ids is not None and size != spec.vocab_size:
+        raise ConfigError(
+            f"of this model's vocabulary of {spec.vocab_size} only the first {spec.predicted_ids} ids are "
+            "predicted, so it cannot change its size"
+        )
     if known is not None and size > known:
         raise ConfigError(
             f"the layers of this model have their own inputs for {known} ids, so the vocabulary can have "

@@ -12,6 +12,7 @@ from liger_models.layers.specs import (
     BlockSpec,
     ChannelDeltaSpec,
     CompressedAttentionSpec,
+    ConvolvedAttentionSpec,
     CrossAttentionSpec,
     DifferentialAttentionSpec,
     GatedConvSpec,
@@ -34,6 +35,7 @@ BRANCHES: dict[str, list[list[str | tuple[str, ...]]]] = {
     "pre_norm": [["norm", "mixer"], ["norm", "mlp"]],
     "from_norms": [["norm", "mixer"], ["norm", "mlp"]],
     "mlp_norm": [["mixer"], ["norm", "mlp"]],
+    "convolved": [["norm", "mixer", "convolution"], ["norm", "mlp", "convolution"]],
     "shared_latents": [["norm", "mixer"], ["norm", "mlp"]],
     "layer_scale": [["norm", "mixer", "scale"], ["norm", "mlp", "scale"]],
     "gated_pre_norm": [["norm", "mixer", "gate"], ["norm", "mlp", "gate"]],
@@ -147,6 +149,12 @@ def _box(block: BlockSpec, name: str) -> tuple[str, str, str]:
 def _mixer(mixer: object) -> tuple[str, str]:
     if isinstance(mixer, CompressedAttentionSpec):
         return f"attention, window {mixer.window:,}", _compressed(mixer)
+    if isinstance(mixer, ConvolvedAttentionSpec):
+        window = "" if mixer.window is None else f", window {mixer.window:,}"
+        return (
+            f"attention{window}",
+            f"{mixer.num_attention_heads} heads, {mixer.num_key_value_heads} KV, convolved",
+        )
     if not isinstance(mixer, AttentionSpec):
         shared = getattr(mixer, "latents_of", None) is not None
         return MIXERS[type(mixer)], "latents of another layer" if shared else ""
@@ -173,6 +181,7 @@ def _mlp(mlp: object) -> tuple[str, str]:
     if isinstance(mlp, MoESpec):
         shared = ", one shared" if mlp.shared_expert else ""
         shared += "" if mlp.by_token_id is None else ", by token id"
+        shared += f", {mlp.sink_experts} sinks" if mlp.sink_experts else ""
         own = ", others of pictures" if mlp.image_size else ""
         return "experts", f"{mlp.experts_per_token} of {mlp.num_experts}{own}{shared}"
     assert isinstance(mlp, MLPSpec)

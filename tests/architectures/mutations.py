@@ -272,6 +272,8 @@ def is_noticed(pair: Pair, model: Any = None) -> bool:
     batch, logits, loss = pair.probe
     with torch.no_grad():
         output = (model or pair.ours)(**batch, return_logits=True)
+    if output.logits.shape != logits.shape:
+        return True
     distances = relative_distance(output.logits, logits), relative_distance(output.loss, loss)
     return not max(distances) <= BOUND
 

@@ -135,7 +135,7 @@ class Pair:
 
     @property
     def vocab_size(self) -> int:
-        return self.ours.spec.vocab_size
+        return self.ours.spec.num_labels
 
     @property
     def hidden_size(self) -> int:

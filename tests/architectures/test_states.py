@@ -12,14 +12,21 @@ from pairs import spec_of
 
 import liger_models
 from liger_models.architectures import find_architecture, list_architectures
+from liger_models.layers.specs import ConvolvedAttentionSpec
 from liger_models.models.matching import exact_dtypes
 
 of_layers = pytest.mark.of_layers("tokens")
 RECURRENT = [family for family in list_architectures() if spec_of(family).is_recurrent]
 CONVOLVED = [
-    family for family in RECURRENT if any(hasattr(b.recurrent, "conv") for b in spec_of(family).blocks)
+    family
+    for family in RECURRENT
+    if any(hasattr(m, "conv") for b in spec_of(family).blocks for m in b.mixers)
 ]
-BRANCHED = [family for family in RECURRENT if not any(b.ngrams for b in spec_of(family).blocks)]
+BRANCHED = [
+    family
+    for family in RECURRENT
+    if not any(b.ngrams or isinstance(b.mixer, ConvolvedAttentionSpec) for b in spec_of(family).blocks)
+]
 
 # Documents shorter than the convolution, of one token, longer than a chunk of 64, and empty.
 LENGTHS = [1, 70, 2, 0, 1, 9, *[1, 2, 3, 1, 12] * 2]
@@ -109,7 +116,7 @@ def test_branches_of_a_prompt_equal_separate_sequences(family, shared_pair):
 def test_a_convolution_in_float32_does_not_double_the_model(family):
     """The same holds for A_log. (The correction bias of a router is always float32, hashes are integers.)"""
     model = liger_models.from_config(find_architecture(family).tiny, device="meta")
-    wide = ("conv1d.weight", "conv_1d.weight", ".conv.conv.weight", ".A_log")
+    wide = ("conv1d.weight", "_sconv.weight", "conv_1d.weight", ".conv.conv.weight", ".A_log")
     stored = {
         ref.name: torch.float32 if ref.name.endswith(wide) else torch.bfloat16
         for expr in model.weight_map().values()

@@ -82,7 +82,7 @@ def refuse_quantised_routers(model: Any) -> None:
     """
     for path, module in model.named_modules():
         if isinstance(module, Router):
-            weight, rows = module.weight, module.spec.num_choices
+            weight, rows = module.weight, module.spec.num_logits
             if len(weight) != rows or not weight.is_floating_point():
                 raise RuntimeError(
                     f"{path}.weight has the shape {tuple(weight.shape)} and the dtype {weight.dtype}, "

@@ -19,6 +19,7 @@ from liger_models.layers.specs import (
     AltUpSpec,
     AttentionSpec,
     BlockSpec,
+    ConvolvedAttentionSpec,
     DifferentialAttentionSpec,
     GatedDeltaSpec,
     GatedNormSpec,
@@ -57,6 +58,7 @@ LATENT = LatentAttentionSpec(
     sinks=True,
 )
 GROWING = QueryScaleSpec(0.5, 4)
+CONVOLVED = ConvolvedAttentionSpec(4, 4, 16, 0.25, NormSpec(), extent=5, distance_dim=3, window=5)
 PRE_NORM = BlockSpec(ATTENTION, MLPSpec(40), NormSpec())
 EXPERTS = MoESpec(4, 2, 12)
 ROUTED = {
@@ -155,6 +157,13 @@ BLOCKS = {
         PRE_NORM, mixer=replace(ATTENTION, v_head_dim=12, qk_norm=QKNormSpec())
     ),
     "differential attention": replace(PRE_NORM, mixer=DIFFERENTIAL),
+    "convolved attention": replace(PRE_NORM, topology="convolved", mixer=CONVOLVED),
+    "convolved experts, and queries that grow": replace(
+        PRE_NORM,
+        topology="convolved",
+        mixer=replace(CONVOLVED, window=None, query_scale=GROWING),
+        mlp=replace(EXPERTS, score="sigmoid", float32_router=True, sink_experts=2),
+    ),
     "without positions": replace(PRE_NORM, mixer=replace(ATTENTION, rope=None)),
     "norms without weights": replace(
         PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(scope="unweighted", before_rope=False))
