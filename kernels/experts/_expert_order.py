@@ -65,7 +65,7 @@ def sort_by_expert(
     full = num_rows is None and expected is None
     num_rows = slots if num_rows is None else num_rows
     block = _block_rows(num_rows if expected is None else expected, num_experts)
-    most = min(num_rows, num_rows // block + num_experts)
+    most = _most_tiles(num_rows, block, num_experts)
     order, position, offsets, tile_expert, tile_row, num_tiles = (
         torch.empty(size, dtype=torch.int32, device=experts.device)
         for size in (num_rows, slots, num_experts + 1, most, most, 1)
@@ -121,36 +121,31 @@ def windows(order: ExpertOrder, most: int) -> list[ExpertOrder]:
     """
     if not order.num_rows:
         return [order]
-    num_experts = order.offsets.numel() - 1
+    num_experts, count = order.offsets.numel() - 1, ceil_div(order.num_rows, most)
     block_experts = next_power_of_2(num_experts)
     block_tiles = max(1, min(64, 8192 // block_experts))
+    most_tiles = _most_tiles(min(most, order.num_rows), order.block, num_experts)
+    each = 4 * ceil_div(max(num_experts + 1, most_tiles), 4)  # parts of these tables start at whole 16 bytes
+    tables = torch.empty(count, 4, each, dtype=torch.int32, device=order.order.device)
+    with on_device_of(tables):
+        _windows_kernel[(ceil_div(most_tiles, block_tiles), count)](
+            order.offsets,
+            tables,
+            each,
+            num_experts,
+            most,
+            order.num_rows,
+            most_tiles,
+            BLOCK=order.block,
+            BLOCK_TILES=block_tiles,
+            BLOCK_EXPERTS=block_experts,
+        )
     found = []
-    for first in range(0, order.num_rows, most):
-        rows = order.order[first : first + most]
-        most_tiles = min(len(rows), len(rows) // order.block + num_experts)
-        offsets, tile_expert, tile_row, num_tiles = (
-            torch.empty(size, dtype=torch.int32, device=rows.device)
-            for size in (num_experts + 1, most_tiles, most_tiles, 1)
-        )
-        with on_device_of(rows):
-            _window_kernel[(ceil_div(most_tiles, block_tiles),)](
-                order.offsets,
-                offsets,
-                tile_expert,
-                tile_row,
-                num_tiles,
-                num_experts,
-                first,
-                len(rows),
-                most_tiles,
-                BLOCK=order.block,
-                BLOCK_TILES=block_tiles,
-                BLOCK_EXPERTS=block_experts,
-            )
-        tiles = tile_expert, tile_row, num_tiles
-        found.append(
-            ExpertOrder(rows, order.position, offsets, *tiles, order.block, order.top_k, order.full, first)
-        )
+    for i, (offsets, tile_expert, tile_row, num_tiles) in enumerate(map(tuple, tables)):
+        rows = order.order[i * most : (i + 1) * most]
+        tiles = slice(_most_tiles(len(rows), order.block, num_experts))
+        window = order._replace(order=rows, offsets=offsets[: num_experts + 1], num_tiles=num_tiles[:1])
+        found.append(window._replace(tile_expert=tile_expert[tiles], tile_row=tile_row[tiles], first=i * most))
     return found
 
 
@@ -165,25 +160,31 @@ def split_tiles(order: ExpertOrder, first_tokens: int) -> tuple[ExpertOrder, Exp
     num_experts = order.offsets.numel() - 1
     block_experts = next_power_of_2(num_experts)
     block_tiles = max(1, min(64, 8192 // block_experts))
-    parts = []
-    for rest in (False, True):
-        tiles = [torch.empty_like(t) for t in (order.tile_expert, order.tile_row, order.num_tiles)]
-        with on_device_of(order.order):
-            _split_tiles_kernel[(ceil_div(most, block_tiles),)](
-                order.order,
-                order.offsets,
-                *tiles,
-                first_tokens * order.top_k,
-                order.num_rows.bit_length(),
-                num_experts,
-                most,
-                REST=rest,
-                BLOCK=order.block,
-                BLOCK_TILES=block_tiles,
-                BLOCK_EXPERTS=block_experts,
-            )
-        parts.append(order._replace(tile_expert=tiles[0], tile_row=tiles[1], num_tiles=tiles[2]))
-    return parts[0], parts[1]
+    each = 4 * ceil_div(most, 4)  # parts of these tables start at whole 16 bytes
+    tables = torch.empty(2, 3, each, dtype=torch.int32, device=order.order.device)
+    with on_device_of(tables):
+        _split_tiles_kernel[(ceil_div(most, block_tiles), 2)](
+            order.order,
+            order.offsets,
+            tables,
+            each,
+            first_tokens * order.top_k,
+            order.num_rows.bit_length(),
+            num_experts,
+            most,
+            BLOCK=order.block,
+            BLOCK_TILES=block_tiles,
+            BLOCK_EXPERTS=block_experts,
+        )
+    own, rest = (
+        order._replace(tile_expert=expert[:most], tile_row=row[:most], num_tiles=count[:1])
+        for expert, row, count in map(tuple, tables)
+    )
+    return own, rest
+
+
+def _most_tiles(num_rows: int, block: int, num_experts: int) -> int:
+    return min(num_rows, num_rows // block + num_experts)
 
 
 def _block_rows(num_rows: int, num_experts: int) -> int:
@@ -266,46 +267,51 @@ def _tiles_kernel(
 
 
 @jit
-def _window_kernel(
+def _windows_kernel(
     offsets,
-    of_window,
-    tile_expert,
-    tile_row,
-    num_tiles,
+    tables,
+    table_rows,
     num_experts,
-    first_row,
     rows,
+    num_rows,
     most,
     BLOCK: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
 ):
+    """Write four tables of `table_rows` elements per window: offsets, tile_expert, tile_row, num_tiles."""
+    window = tl.program_id(1)
+    first_row = window * rows
+    found = tl.minimum(rows, num_rows - first_row)
+    of_window = tables + window * 4 * table_rows
     expert = tl.arange(0, BLOCK_EXPERTS)
     mask = expert < num_experts
-    start = tl.minimum(tl.maximum(tl.load(offsets + expert, mask, 0) - first_row, 0), rows)
-    end = tl.minimum(tl.maximum(tl.load(offsets + expert + 1, mask, 0) - first_row, 0), rows)
+    start = tl.minimum(tl.maximum(tl.load(offsets + expert, mask, 0) - first_row, 0), found)
+    end = tl.minimum(tl.maximum(tl.load(offsets + expert + 1, mask, 0) - first_row, 0), found)
     if tl.program_id(0) == 0:
         tl.store(of_window, 0)
         tl.store(of_window + expert + 1, end, mask)
-    _write_tiles(start, end, expert, tile_expert, tile_row, num_tiles, most, BLOCK, BLOCK_TILES)
+    tiles = of_window + table_rows
+    _write_tiles(start, end, expert, tiles, tiles + table_rows, tiles + 2 * table_rows, most, BLOCK, BLOCK_TILES)
 
 
 @jit
 def _split_tiles_kernel(
     order,
     offsets,
-    tile_expert,
-    tile_row,
-    num_tiles,
+    tables,
+    table_rows,
     first_slots,
     steps,
     num_experts,
     most,
-    REST: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
 ):
+    """Write three tables of `table_rows` elements per part: tile_expert, tile_row, num_tiles."""
+    part = tl.program_id(1)
+    tiles = tables + part * 3 * table_rows
     expert = tl.arange(0, BLOCK_EXPERTS)
     mask = expert < num_experts
     start = tl.load(offsets + expert, mask, 0)
@@ -316,11 +322,9 @@ def _split_tiles_kernel(
         before = tl.load(order + middle, low < high, first_slots) < first_slots
         low, high = tl.where(before, middle + 1, low), tl.where(before, high, middle)
     whole = tl.where(low == end, end - start, (low - start) // BLOCK * BLOCK)
-    if REST:
-        start += whole
-    else:
-        end = start + whole
-    _write_tiles(start, end, expert, tile_expert, tile_row, num_tiles, most, BLOCK, BLOCK_TILES)
+    border = start + whole
+    start, end = tl.where(part == 0, start, border), tl.where(part == 0, border, end)
+    _write_tiles(start, end, expert, tiles, tiles + table_rows, tiles + 2 * table_rows, most, BLOCK, BLOCK_TILES)
 
 
 @jit

@@ -31,8 +31,8 @@ class Exchange(Protocol):
     Attributes:
         own: number of tokens of this rank. They are the first ones.
         ranks: that share the experts.
-        overlaps: set if the products take part: x, and the gradient of the result, may then still be
-            arriving when the other tokens' rows are given to them.
+        overlaps: set if the products take part: other tokens' rows of x, and all rows of the gradient of the
+            result, may then still be missing when they are given to the products.
         divisor: of the matrices' gradients: a power of two, by which operands are divided exactly.
     """
 
@@ -44,31 +44,41 @@ class Exchange(Protocol):
     def num_rows(self) -> int:
         """Number of slots with an expert. Waits until it is known to the host."""
 
+    def own_rows(self) -> Tensor:
+        """This rank's rows [t, H], which are not arriving. They will then be missing from those of all tokens."""
+
+    def fill(self) -> None:
+        """Copy this rank's rows to their place among those of all tokens, unless they are there."""
+
     def arrive(self) -> None:
-        """Wait until the other tokens' rows are there."""
+        """Wait until the rows of all tokens are there, this rank's included unless `own_rows` took them."""
 
     def leave(self, rows: Tensor) -> None:
         """Start to return the other tokens' rows of a result [T, H]; its own rows are not there yet."""
+
+    def parts(self) -> Tensor:
+        """The other ranks' results [n - 1, t, H] for this rank's tokens, to be added to its own. Waits."""
 
     def leave_weights(self, dweights: Tensor) -> None:
         """Start to return the other tokens' rows of the weights' gradient [T, k]."""
 
 
 class Overlap(NamedTuple):
-    """An exchange: `arrive` and `leave`, the number of this rank's tokens, and the tiles of only these and
-    all others (`split_tiles`).
+    """An exchange, from which come `arrive`, `leave` and `parts`, the number of this rank's tokens, and the
+    tiles of only these and all others (`split_tiles`).
     """
 
     arrive: Callable[[], None]
     leave: Callable[[Tensor], None]
+    parts: Callable[[], Tensor]
     tokens: int
     own: ExpertOrder
     rest: ExpertOrder
 
     @classmethod
     def of(cls, exchange: Exchange, order: ExpertOrder) -> Overlap:
-        parts = split_tiles(order, exchange.own)
-        return cls(exchange.arrive, exchange.leave, exchange.own, *parts)
+        tiles = split_tiles(order, exchange.own)
+        return cls(exchange.arrive, exchange.leave, exchange.parts, exchange.own, *tiles)
 
     def with_rows(self, num_rows: int) -> Overlap:
         return self._replace(own=self.own.with_rows(num_rows), rest=self.rest.with_rows(num_rows))
@@ -185,8 +195,8 @@ def _summed_product(
     **options: Any,
 ) -> Tensor:
     """Return `rows_product`, summed by token [T, H], in `out` if given. Tokens of other ranks come first, and
-    leave while this rank's own are computed; in float8 all are computed at once. The matrices are freed
-    before the last sum.
+    leave while this rank's own are computed, whose sums include the other ranks' results. In float8 all are
+    computed at once. The matrices are freed before the last sum.
     """
     if float8:
         return sum_slots(float8_rows_product(a, make(), order, **options), weights, order)
@@ -199,7 +209,7 @@ def _summed_product(
     overlap.leave(y)
     rows_product(a, matrices, overlap.own, out=rows, shared_device=True, **options)
     del matrices
-    return sum_slots(rows, weights, order, slice(overlap.tokens), y)
+    return sum_slots(rows, weights, order, slice(overlap.tokens), y, overlap.parts())
 
 
 def _summed_in_slices(
@@ -259,6 +269,7 @@ def experts_backward(
     into: tuple[Any, ...] = (None,) * 4,
     overwrite: bool = False,
     divisor: int = 1,
+    own_dy: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Return the required gradients, in the order of `Wanted`, and the list of the paths' gradients. Buffers
     are freed as soon as possible.
@@ -268,6 +279,7 @@ def experts_backward(
         later: the windows after `order`. Their h, and t of the first and last paths, are computed `again`.
         into: the gradients of x, weights, gate_up and down to which those of this window are added.
         divisor: see `Exchange`. Without low-rank paths.
+        own_dy: the first rows of dy, if it lacks them.
     """
     original, operands = dy, (x, weights, experts, gate_up, down, down_bias)
     scale = None if divisor == 1 else 1 / divisor
@@ -285,8 +297,13 @@ def experts_backward(
         biased = {"of_bias": _wide_product(dy, down_bias.T), "experts": experts.contiguous()}
     gather = not (want.down or want.down_bias)
     by_token = as_rows(dy)  # [T, H]; float8 numbers are gathered in the product, and quantised once a token
-    if arriving is not None and not gather:
-        dy, arriving = _spread_on_arrival(dy, order, arriving)
+    if exchange is not None and arriving is not None:
+        if gather:
+            exchange.fill()
+        else:
+            own_dy = exchange.own_rows()
+    if own_dy is not None:
+        dy, arriving = _spread_in_parts(own_dy, dy, order, arriving)
     else:
         dy = by_token if gather else spread_rows(dy, order)  # [T, H] or [R, H]
     if last.t is not None:
@@ -348,6 +365,7 @@ def experts_backward(
             into=(dx, dweights, dgate_up, ddown),
             overwrite=True,
             divisor=divisor,
+            own_dy=own_dy,
         )
         del h, ts, low
         if dgate_up_bias is not None:
@@ -366,15 +384,23 @@ def experts_backward(
     return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, of_paths
 
 
-def _spread_on_arrival(dy: Tensor, order: ExpertOrder, overlap: Overlap) -> tuple[Tensor, Overlap]:
-    """Return rows [R, H] of a gradient dy [T, H] whose rows of other ranks' tokens are still arriving."""
+def _spread_in_parts(
+    own: Tensor, dy: Tensor, order: ExpertOrder, overlap: Overlap | None
+) -> tuple[Tensor, Overlap | None]:
+    """Return rows [R, H] of a gradient dy [T, H] whose first rows are `own`, and whose others may still be
+    arriving: then they are spread on arrival.
+    """
     rows = dy.new_empty(order.num_rows, dy.shape[1])
-    spread_rows(dy, order, slice(overlap.tokens), rows)
+    spread_rows(own, order, slice(len(own)), rows)
 
     def arrive() -> None:
-        overlap.arrive()
-        spread_rows(dy, order, slice(overlap.tokens, None), rows)
+        if overlap is not None:
+            overlap.arrive()
+        spread_rows(dy, order, slice(len(own), None), rows)
 
+    if overlap is None:
+        arrive()
+        return rows, None
     return rows, overlap._replace(arrive=arrive)
 
 

@@ -77,9 +77,11 @@ def sum_slots(
     order: ExpertOrder,
     tokens: slice = slice(None),
     out: Tensor | None = None,
+    parts: Tensor | None = None,
 ) -> Tensor:
     """rows [R, H], weights [T, k] or None for ones -> y [T, H], summed in the order of slots. Of some tokens
-    only, if given, into their rows of `out`.
+    only, if given, into their rows of `out`; `parts` [n, t, H], contiguous, are then other terms of these
+    t sums, and added last.
 
     Of windows, the last one comes first: each adds its rows to those of later ones, which `out` has. A later
     window leaves other tokens as they are. `out` may be columns of a wider result.
@@ -96,11 +98,13 @@ def sum_slots(
                 weights,
                 position[tokens],
                 of_tokens,
+                parts if parts is not None and len(parts) else None,
                 of_tokens.stride(0),
                 len(of_tokens),
                 width,
                 order.first,
                 order.num_rows,
+                PARTS=0 if parts is None else len(parts),
                 TOP_K=order.top_k,
                 TOKENS=each,
                 SLOTS=next_power_of_2(each * order.top_k),
@@ -290,11 +294,13 @@ def _sum_slots_kernel(
     weights,
     position,
     y,
+    parts,
     y_stride,
     tokens,
     width,
     first_row,
     num_rows,
+    PARTS: tl.constexpr,
     TOP_K: tl.constexpr,
     TOKENS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -321,6 +327,9 @@ def _sum_slots_kernel(
             total += value
         at = y + token * y_stride + column
         total += tl.load(at, column < tl.where(later > 0, width, 0), 0.0).to(tl.float32)
+        for part in tl.static_range(PARTS):
+            row = part * tokens.to(tl.int64) + token
+            total += tl.load(parts + row * width + column, column < width, 0.0).to(tl.float32)
         stored = width
         if TOKENS > 1:
             stored = tl.where(own > 0, width, 0)

@@ -66,7 +66,8 @@ class _Sums(torch.autograd.Function):
         ctx.position, ctx.num_rows = position, len(rows)
         if use_triton(rows, position):
             y = rows.new_empty(len(position), rows.shape[1])
-            _launch(_sum_slots_kernel, position, rows, rows.contiguous(), None, position, y, y.stride(0))
+            operands = rows.contiguous(), None, position, y, None, y.stride(0)
+            _launch(_sum_slots_kernel, position, rows, *operands, PARTS=0)
             return y
         total = at_least_float32(rows).new_zeros(len(position), rows.shape[1])
         for slot in position.unbind(1):
@@ -79,11 +80,11 @@ class _Sums(torch.autograd.Function):
         return _Copies.apply(dy, ctx.position, ctx.num_rows), None
 
 
-def _launch(kernel: Any, position: Tensor, rows: Tensor, *operands: Any) -> None:
+def _launch(kernel: Any, position: Tensor, rows: Tensor, *operands: Any, **sizes: int) -> None:
     """Launch one program per token and block of columns."""
     width, (num_tokens, top_k) = rows.shape[1], position.shape
     if position.numel() and width:
         block = min(1024, next_power_of_2(width))
-        sizes = {"TOP_K": top_k, "TOKENS": 1, "SLOTS": next_power_of_2(top_k), "BLOCK": block}
+        sizes |= {"TOP_K": top_k, "TOKENS": 1, "SLOTS": next_power_of_2(top_k), "BLOCK": block}
         with on_device_of(position):
             kernel[(num_tokens, ceil_div(width, block))](*operands, num_tokens, width, 0, len(rows), **sizes)

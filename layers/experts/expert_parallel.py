@@ -123,6 +123,7 @@ class ExpertExchange:
         self.group, self.own, self.compute_dtype = group, own, compute_dtype
         self.counts, self.buffer = counts, buffer
         self.ranks, self.rank = group.size(), group.rank()
+        self._locals: Tensor | None = None  # of each expert
 
     def plan(
         self, x: Tensor, experts: Tensor, batch: object | None = None
@@ -156,6 +157,16 @@ class ExpertExchange:
         own = p.to_local()
         own = own if self.compute_dtype is None else own.to(self.compute_dtype)
         return divide_gradient(own, self.ranks) if divides else own
+
+    def local(self, experts: Tensor) -> Tensor:
+        """Numbers of experts [T, k] among this rank's, from 0, and -1 for experts elsewhere; int32. A table
+        takes one kernel instead of five.
+        """
+        if self._locals is None or self._locals.device != experts.device:
+            of_all = torch.arange(self.ranks * self.own, dtype=torch.int32, device=experts.device)
+            of_all -= self.rank * self.own
+            self._locals = torch.where((of_all >= 0) & (of_all < self.own), of_all, -1)
+        return self._locals.index_select(0, experts.flatten()).view(experts.shape)
 
     def path(self, path: ExpertPath, num_experts: int) -> ExpertPath:
         """The part of a low-rank path, whole in every rank, that belongs to this rank's experts. Its gradient

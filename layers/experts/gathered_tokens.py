@@ -10,8 +10,9 @@ know how many rows go where:
 
 The rows of x travel while the experts' first product runs over this rank's own tokens, and results of other
 ranks' tokens travel while its second product does; in the backward pass likewise their gradients
-(kernels/experts/_expert_passes.py), and those of the weights earlier. The host learns the ranks' numbers of
-tokens, once per batch (`TokenCounts`). The number of rows of this rank's experts stays on the device, which
+(kernels/experts/_expert_passes.py), and those of the weights earlier. Results that arrive are added as this
+rank's own are summed, so that no pass over memory is for the exchange alone. The host learns the ranks'
+numbers of tokens, once per batch (`TokenCounts`). The number of rows of this rank's experts stays on the device, which
 computes them in windows of a fixed size (kernels/experts/moe_experts.py). Only products in float8, or with
 weights kept in quantised bits, wait until the host knows it, while x travels and the shared expert runs.
 Nothing is dropped.
@@ -96,8 +97,10 @@ class TokenExchange:
                 self._others.append((rank, slice(first, first + count)))
                 first += count
         self._senders = [rank for rank in range(len(counts)) if rank != group.rank() and self.own]
-        self._arriving: list[Any] = []  # and the tensors that it needs
+        self._arriving: list[Any] = []
+        self._own: tuple[Tensor, Tensor] | None = None  # this rank's rows, and rows that lack them
         self._leaving: tuple[Tensor, Tensor, list[Any]] | None = None
+        self._summed: int | None = None  # address of rows whose first ones are sums over ranks
         self.count: HostCopy | None = None  # of slots with an expert of this rank
 
     def num_rows(self) -> int:
@@ -107,14 +110,25 @@ class TokenExchange:
 
     def gather(self, x: Tensor) -> Tensor:
         """x [t, ...] of this rank's tokens -> those of all tokens [T, ...], which can be read after
-        `arrive`.
+        `arrive`, and this rank's after `fill`.
         """
-        rows = x.new_empty(self.total, *x.shape[1:])
-        rows[: self.own] = x
-        send = [(rank, rows[: self.own]) for rank in self._senders]
-        works = self._start(rows, send, [(rank, rows[of_rank]) for rank, of_rank in self._others])
-        self._arriving = [works, rows]
+        rows, x = x.new_empty(self.total, *x.shape[1:]), x.contiguous()
+        send = [(rank, x) for rank in self._senders]
+        self._arriving = self._start(rows, send, [(rank, rows[of_rank]) for rank, of_rank in self._others])
+        self._own = x, rows
         return rows
+
+    def own_rows(self) -> Tensor:
+        """This rank's rows, once, instead of `fill`."""
+        assert self._own is not None
+        (own, _), self._own = self._own, None
+        return own
+
+    def fill(self) -> None:
+        """Copy this rank's rows to their place among those of all tokens, unless they were taken."""
+        if self._own is not None:
+            (own, rows), self._own = self._own, None
+            rows[: self.own] = own
 
     def divides(self, x: Tensor, *matrices: Any) -> bool:
         """Make the products divide the matrices' gradients by the number of ranks, if that is as exact as
@@ -126,18 +140,26 @@ class TokenExchange:
         return self.divisor > 1
 
     def arrive(self) -> None:
-        """Wait until the rows of other ranks' tokens are there; on a GPU, its stream waits."""
-        if self._arriving:
-            for work in self._arriving[0]:
-                work.wait()
-            self._arriving = []
+        """Wait until the rows of all tokens are there; on a GPU, its stream waits."""
+        self.fill()
+        for work in self._arriving:
+            work.wait()
+        self._arriving = []
 
     def leave(self, rows: Tensor) -> None:
         """Start to return the other ranks' tokens' rows of a result [T, ...]."""
         returned = rows.new_empty(len(self._senders), self.own, *rows.shape[1:])
         receive = list(zip(self._senders, returned, strict=True))
         works = self._start(rows, [(rank, rows[of_rank]) for rank, of_rank in self._others], receive)
-        self._leaving = rows, returned, works
+        self._leaving, self._summed = (rows, returned, works), None
+
+    def parts(self) -> Tensor:
+        """The other ranks' results [n - 1, t, H] for this rank's tokens, after `leave`. They are added to its
+        own before `returned`.
+        """
+        assert self._leaving is not None
+        self._summed = self._leaving[0].data_ptr()
+        return self._wait_for_return()
 
     def leave_weights(self, dweights: Tensor) -> None:
         """Start to return the gradient of the other ranks' tokens' weights [T, k]."""
@@ -145,9 +167,20 @@ class TokenExchange:
             self._choice.leave(dweights)
 
     def returned(self, rows: Tensor) -> Tensor:
-        """Results [T, ...] of this rank -> the sums over ranks for its own tokens [t, ...]."""
-        if self._leaving is not None and self._leaving[0].data_ptr() != rows.data_ptr():
-            self._wait_for_return()  # a hook has replaced the result
+        """Results [T, ...] of this rank -> the sums over ranks for its own tokens [t, ...].
+
+        Raises:
+            RuntimeError: a hook has replaced results that were sent before.
+        """
+        sent = self._summed if self._leaving is None else self._leaving[0].data_ptr()
+        if sent not in (None, rows.data_ptr()):
+            raise RuntimeError(
+                "a hook has replaced results of experts while they were exchanged between ranks; use hooks "
+                "on the experts' module instead, whose input and output are those of this rank's tokens"
+            )
+        if self._summed is not None:
+            self._summed = None
+            return rows[: self.own]
         if self._leaving is None:
             self.leave(rows)
         parts, own = self._wait_for_return(), rows[: self.own]
@@ -209,15 +242,12 @@ class GatheredRoutes:
         """
         group, exchange = self.exchange.group, self.exchange
         choice = TokenExchange(group, self.counts)
-        weights, experts = _GatherChoice.apply(weights, experts, choice)
-        own = experts - exchange.rank * exchange.own
-        own = torch.where((own >= 0) & (own < exchange.own), own, -1)
+        self.rows = TokenExchange(group, self.counts, choice)  # of this run: another may be under way
+        x, weights, experts = _Gather.apply(as_experts_cast(x), weights, experts, choice, self.rows)
+        own = exchange.local(experts)
         if counted and self._count is None:
             self._count = HostCopy((own >= 0).sum())
-        self.rows = TokenExchange(group, self.counts, choice)  # of this run: another may be under way
         self.rows.count = self._count
-        x = as_experts_cast(x)
-        x = _Gather.apply(x, self.rows)
         if self.meanwhile is not None:
             self.meanwhile()
         return x, weights, own
@@ -228,38 +258,37 @@ class GatheredRoutes:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all tokens; rows of other ranks are still arriving when it returns."""
+    """Rows x, weights and experts of all tokens; rows of other ranks are still arriving when it returns.
+
+    Weights and experts [t, k] travel first, in one message. While they do, this rank's rows are copied.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: TokenExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.gather(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.returned(gradient.contiguous()), None
-
-
-class _GatherChoice(torch.autograd.Function):
-    """Weights and experts [t, k] of all tokens, in one message."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, experts: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
-        ctx.exchange = exchange
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, experts: Tensor, choice: TokenExchange, exchange: TokenExchange
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.exchange, ctx.choice = exchange, choice
+        ctx.set_materialize_grads(False)
         integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weights.itemsize]
-        choice = torch.cat([weights.view(integers), experts.to(integers)], 1)
-        choice = exchange.gather(choice.view(torch.uint8))  # NCCL sends no 16-bit integers
-        exchange.arrive()
-        all_weights, all_experts = (half.contiguous() for half in choice.view(integers).chunk(2, 1))
-        all_experts = all_experts.to(experts.dtype)
-        ctx.mark_non_differentiable(all_experts)
-        return all_weights.view(weights.dtype), all_experts
+        chosen = torch.cat([weights.view(integers), experts.to(integers)], 1)
+        chosen = choice.gather(chosen.view(torch.uint8))  # NCCL sends no 16-bit integers
+        rows = exchange.gather(x)
+        exchange.fill()
+        choice.arrive()
+        of_weights, of_experts = (half.contiguous() for half in chosen.view(integers).chunk(2, 1))
+        all_weights, all_experts = of_weights.view(weights.dtype), of_experts.to(experts.dtype)
+        constant = [t for t, needed in ((rows, 0), (all_weights, 1)) if not ctx.needs_input_grad[needed]]
+        ctx.mark_non_differentiable(*constant, all_experts)
+        return rows, all_weights, all_experts
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None]:
-        return ctx.exchange.returned(gradient.contiguous()), None, None
+    def backward(
+        ctx: Any, of_rows: Tensor | None, of_weights: Tensor | None, _: Any
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        dx = None if of_rows is None else ctx.exchange.returned(of_rows.contiguous())
+        dweights = None if of_weights is None else ctx.choice.returned(of_weights.contiguous())
+        return dx, dweights, None, None, None
 
 
 class _Return(torch.autograd.Function):

@@ -15,26 +15,42 @@ products = importlib.import_module("liger_models.kernels.experts.moe_experts")
 
 
 class Delayed:
-    """Substitute for a rank with the first `own` tokens: rows of other tokens are wrong until they arrive."""
+    """Substitute for one of three ranks, with the first `own` tokens: rows of other tokens are wrong until they
+    arrive, and its own until they are filled in.
+    """
 
-    overlaps, ranks = False, 2
+    overlaps, ranks = False, 3
 
     def __init__(self, own: int, num_rows: int, divisor: int):
         self.own, self.left, self.rows, self.divisor = own, [], num_rows, divisor
+        self.added = []
 
     def num_rows(self) -> int:
         return self.rows
 
     def gather(self, x):
-        self.arriving, self.true = x.clone(), x
-        self.arriving[self.own :] = torch.nan
+        self.arriving, self.true, self.missing = torch.full_like(x, torch.nan), x, True
         return self.arriving
 
+    def own_rows(self):
+        self.missing = False
+        return self.true[: self.own].clone()
+
+    def fill(self):
+        if self.missing:
+            self.arriving[: self.own] = self.true[: self.own]
+        self.missing = False
+
     def arrive(self):
+        self.fill()
         self.arriving[self.own :] = self.true[self.own :]
 
     def leave(self, rows):
         self.left.append(rows[self.own :].clone())
+
+    def parts(self):
+        self.added.append(torch.randn(self.ranks - 1, self.own, self.true.shape[1]))
+        return self.added[-1]
 
     def leave_weights(self, dweights):
         self.left_weights = dweights[self.own :].clone()
@@ -43,7 +59,9 @@ class Delayed:
 class Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, exchange):
-        return exchange.gather(x)
+        rows = exchange.gather(x)
+        exchange.fill()
+        return rows
 
     @staticmethod
     def backward(ctx, gradient):
@@ -66,7 +84,7 @@ class End(torch.autograd.Function):
     ("case", "own", "most"),
     [
         *[("plain", 29, 128), ("biases", 40, 128), ("paths", 29, 128), ("frozen", 29, 128)],
-        *[("biases", 29, 32), ("paths", 29, 32)],
+        *[("plain", 29, 32), ("biases", 29, 32), ("paths", 29, 32)],
     ],
 )
 def test_rows_that_arrive_and_leave_while_products_run_have_the_same_bits(case, own, most, monkeypatch):
@@ -97,14 +115,23 @@ def test_rows_that_arrive_and_leave_while_products_run_have_the_same_bits(case, 
         y = moe_experts(Start.apply(x, exchange), *operand, **paths, exchange=exchange)
         assert exchange.overlaps
         (left,) = exchange.left
-        assert_same(y, alone, most)
+        assert_same(y, with_parts(alone, exchange.added[0]), most)
         assert torch.equal(left, y[own:])
         gradients = torch.autograd.grad(End.apply(y, exchange), leaves, upstream)
     assert torch.equal(exchange.left[1], gradients[0][own:])
     assert torch.equal(exchange.left_weights, gradients[1][own:])
+    expected = [with_parts(expected[0], exchange.added[1]), *expected[1:]]
     for leaf, gradient, true in zip(leaves, gradients, expected, strict=True):
         divided = any(leaf is matrix for matrix in matrices[:2])
         assert_same(gradient, true / exchange.divisor if divided else true, most)
+
+
+def with_parts(sums, parts):
+    """The sums [T, H] of a rank, and of the other ones for its own tokens, in the order of ranks."""
+    sums = sums.detach().clone()
+    for part in parts:
+        sums[: len(part)] += part
+    return sums
 
 
 def assert_same(found, true, most):
