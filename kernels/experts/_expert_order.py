@@ -145,7 +145,9 @@ def windows(order: ExpertOrder, most: int) -> list[ExpertOrder]:
         rows = order.order[i * most : (i + 1) * most]
         tiles = slice(_most_tiles(len(rows), order.block, num_experts))
         window = order._replace(order=rows, offsets=offsets[: num_experts + 1], num_tiles=num_tiles[:1])
-        found.append(window._replace(tile_expert=tile_expert[tiles], tile_row=tile_row[tiles], first=i * most))
+        found.append(
+            window._replace(tile_expert=tile_expert[tiles], tile_row=tile_row[tiles], first=i * most)
+        )
     return found
 
 
@@ -292,7 +294,9 @@ def _windows_kernel(
         tl.store(of_window, 0)
         tl.store(of_window + expert + 1, end, mask)
     tiles = of_window + table_rows
-    _write_tiles(start, end, expert, tiles, tiles + table_rows, tiles + 2 * table_rows, most, BLOCK, BLOCK_TILES)
+    _write_tiles(
+        start, end, expert, tiles, tiles + table_rows, tiles + 2 * table_rows, most, BLOCK, BLOCK_TILES
+    )
 
 
 @jit
@@ -324,7 +328,9 @@ def _split_tiles_kernel(
     whole = tl.where(low == end, end - start, (low - start) // BLOCK * BLOCK)
     border = start + whole
     start, end = tl.where(part == 0, start, border), tl.where(part == 0, border, end)
-    _write_tiles(start, end, expert, tiles, tiles + table_rows, tiles + 2 * table_rows, most, BLOCK, BLOCK_TILES)
+    _write_tiles(
+        start, end, expert, tiles, tiles + table_rows, tiles + 2 * table_rows, most, BLOCK, BLOCK_TILES
+    )
 
 
 @jit
