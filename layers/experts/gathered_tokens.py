@@ -11,11 +11,11 @@ know how many rows go where:
 The rows of x travel while the experts' first product runs over this rank's own tokens, and results of other
 ranks' tokens travel while its second product does; in the backward pass likewise their gradients
 (kernels/experts/_expert_passes.py), and those of the weights earlier. Results that arrive are added as this
-rank's own are summed, so that no pass over memory is for the exchange alone. The host learns the ranks'
-numbers of tokens, once per batch (`TokenCounts`). The number of rows of this rank's experts stays on the device, which
-computes them in windows of a fixed size (kernels/experts/moe_experts.py). Only products in float8, or with
-weights kept in quantised bits, wait until the host knows it, while x travels and the shared expert runs.
-Nothing is dropped.
+rank's own are summed, and its rows of x are copied while the weights travel, so that hardly any pass over
+memory is for the exchange alone. The host learns the ranks' numbers of tokens, once per batch
+(`TokenCounts`). The number of rows of this rank's experts stays on the device, which computes them in windows
+of a fixed size (kernels/experts/moe_experts.py). Only products in float8, or with weights kept in quantised
+bits, wait until the host knows it, while x travels and the shared expert runs. Nothing is dropped.
 """
 
 from __future__ import annotations
@@ -108,6 +108,14 @@ class TokenExchange:
         assert self.count is not None
         return int(self.count.tolist())
 
+    def count_rows(self, number: Tensor) -> None:
+        """Start to copy the number of slots with an expert of this rank, [1] int32, to the host."""
+        self.count = HostCopy(number[0])
+
+    def has_at_most(self, rows: int) -> bool:
+        """Whether the host already knows that no more slots have an expert of this rank."""
+        return self.count is not None and self.count.has_arrived and self.num_rows() <= rows
+
     def gather(self, x: Tensor) -> Tensor:
         """x [t, ...] of this rank's tokens -> those of all tokens [T, ...], which can be read after
         `arrive`, and this rank's after `fill`.
@@ -180,7 +188,7 @@ class TokenExchange:
             )
         if self._summed is not None:
             self._summed = None
-            return rows[: self.own]
+            return rows[: self.own].detach()  # a view would be one of the layer's output
         if self._leaving is None:
             self.leave(rows)
         parts, own = self._wait_for_return(), rows[: self.own]
