@@ -44,12 +44,6 @@ class Exchange(Protocol):
     def num_rows(self) -> int:
         """Number of slots with an expert. Waits until it is known to the host."""
 
-    def count_rows(self, number: Tensor) -> None:
-        """Start to copy the number of slots with an expert, [1] int32, to the host."""
-
-    def has_at_most(self, rows: int) -> bool:
-        """Whether the host already knows that no more slots have an expert. Does not wait."""
-
     def own_rows(self) -> Tensor:
         """This rank's rows [t, H], which need not arrive. Those of all tokens will then lack them."""
 

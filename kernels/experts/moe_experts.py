@@ -34,9 +34,8 @@ in backward, and freed after it: gate_up and down never exist at the same time.
 
 For expert parallelism only the device knows how many of the T k slots are of this rank's experts. Their rows
 are computed in windows of an eighth more rows than ranks have on average. Usually only the first one has
-rows, and the kernels of the others end at once. They are not launched if by then the host knows, without
-waiting, that they have no rows, which gives the same bits. h is saved for the first, and computed again for
-the others. So memory is bounded, no row is dropped, and the host waits for nothing.
+rows, and the kernels of the others end at once. h is saved for the first, and computed again for the others.
+So memory is bounded, no row is dropped, and the host waits for nothing.
 
 Saved for the backward pass: the operands, h [R, 2 I], without gates [R, I], of each low-rank path t [R, P],
 and the row order. Sums over slots are in float32 and in a fixed order, so results are deterministic.
@@ -315,8 +314,6 @@ def _ordered(
         return order, (order,), None, overlap.with_rows(num_rows)
     most = 128 * ceil_div(expected + expected // SPARE, 128)  # slices start at whole 16 bytes
     parts = windows(order, most)
-    if len(parts) > 1:
-        exchange.count_rows(order.offsets[-1:])
     return order, parts, most, Overlap.of(exchange, parts[0])
 
 
@@ -352,11 +349,6 @@ class _Plan(NamedTuple):
     overlap: Overlap | None
     float8: bool
     saved_once: bool
-
-    def later(self, windows: Sequence[ExpertOrder]) -> Sequence[ExpertOrder]:
-        """The windows after the first, or none if the host knows that they have no rows."""
-        known = self.most is not None and self.exchange is not None and self.exchange.has_at_most(self.most)
-        return () if known else windows
 
 
 class _First(torch.autograd.Function):
@@ -398,7 +390,7 @@ class _Last(torch.autograd.Function):
         ctx.plan = plan._replace(order=None, windows=(), overlap=None)
         ctx.sizes, ctx.kept = plan.order[_TENSORS:], kept
         y, inputs = None, plan.inputs
-        for window in reversed(plan.later(plan.windows[1:])):
+        for window in reversed(plan.windows[1:]):
             of_first = x, weights, make_first, gate_up_bias, window, plan.activation, inputs, first, last
             of_window, t, *_ = activated_product(*of_first)
             y = summed(of_window, t, weights, make, down_bias, window, inputs, last, out=y)
@@ -413,7 +405,6 @@ class _Last(torch.autograd.Function):
         ts, ab = rest[:2], rest[2 + _TENSORS :]
         order = ExpertOrder(*rest[2 : 2 + _TENSORS], *ctx.sizes)
         order, *later = windows(order, plan.most) if plan.most else [order]
-        later = [*plan.later(later)]
         first, last = plan.stored.given(gate_up, down)
         low: list[Any] = []
         needed = ctx.needs_input_grad[4:]

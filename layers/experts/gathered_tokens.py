@@ -108,14 +108,6 @@ class TokenExchange:
         assert self.count is not None
         return int(self.count.tolist())
 
-    def count_rows(self, number: Tensor) -> None:
-        """Start to copy the number of slots with an expert of this rank, [1] int32, to the host."""
-        self.count = HostCopy(number[0])
-
-    def has_at_most(self, rows: int) -> bool:
-        """Whether the host already knows that no more slots have an expert of this rank."""
-        return self.count is not None and self.count.has_arrived and self.num_rows() <= rows
-
     def gather(self, x: Tensor) -> Tensor:
         """x [t, ...] of this rank's tokens -> those of all tokens [T, ...], which can be read after
         `arrive`, and this rank's after `fill`.

@@ -30,11 +30,6 @@ class HostCopy:
         """Whether the value is available without waiting, since the tensor is on the host."""
         return self._event is None
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether `tolist` would not wait now."""
-        return self._event is None or self._event.query()
-
     def tolist(self) -> Any:
         if self._event is not None:
             self._event.synchronize()

@@ -23,7 +23,7 @@ class Delayed:
 
     def __init__(self, own: int, num_rows: int, divisor: int):
         self.own, self.left, self.rows, self.divisor = own, [], num_rows, divisor
-        self.added, self.knows = [], False
+        self.added = []
 
     def num_rows(self) -> int:
         return self.rows
@@ -31,12 +31,6 @@ class Delayed:
     def gather(self, x):
         self.arriving, self.true, self.missing = torch.full_like(x, torch.nan), x, True
         return self.arriving
-
-    def count_rows(self, number):
-        assert number.tolist() == [self.rows]
-
-    def has_at_most(self, rows):
-        return self.knows and self.rows <= rows
 
     def own_rows(self):
         self.missing = False
@@ -146,33 +140,6 @@ def assert_same(found, true, most):
         assert torch.equal(found, true)
     else:
         torch.testing.assert_close(found, true, rtol=0, atol=40 * 2**-24 * true.abs().max().item())
-
-
-@pytest.mark.skipif(not interpreted, reason="needs Triton's interpreter")
-@pytest.mark.parametrize(("knows", "runs"), [(False, 3), (True, 1)])
-def test_windows_of_which_the_host_knows_that_they_are_empty_do_not_run(knows, runs, monkeypatch):
-    """A later window computes its first product in both passes."""
-    begun, product = [], products.activated_product
-    monkeypatch.setattr(products, "windows", lambda order, _: windows(order, 64))
-    monkeypatch.setattr(products, "activated_product", lambda *a, **k: begun.append(a) or product(*a, **k))
-    x, weights, experts, *matrices = operands(tokens=40, hidden=20, inner=12, num_experts=3, top_k=2)[:5]
-    experts = torch.where(experts == 2, -1, experts)
-    num_rows = int((experts >= 0).sum())
-    assert num_rows <= 64 < experts.numel()
-    leaves, upstream = [x, weights, *matrices], torch.randn(40, 20)
-    with interpret():
-        expected = torch.autograd.grad(
-            moe_experts(x, weights, experts, *matrices, num_rows=num_rows), leaves, upstream
-        )
-        begun.clear()
-        exchange = Delayed(29, num_rows, divisor=1)
-        exchange.knows = knows
-        y = moe_experts(Start.apply(x, exchange), weights, experts, *matrices, exchange=exchange)
-        gradients = torch.autograd.grad(End.apply(y, exchange), leaves, upstream)
-    assert len(begun) == runs
-    expected = [with_parts(expected[0], exchange.added[1]), *expected[1:]]
-    for gradient, true in zip(gradients, expected, strict=True):
-        assert torch.equal(gradient, true)
 
 
 @pytest.mark.skipif(not interpreted, reason="needs Triton's interpreter")
