@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
+from rounding import beyond_bound
 
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.specs import MLPSpec, MoESpec
@@ -157,11 +158,14 @@ def test_experts_without_tokens_on_a_rank_train_as_in_one_process(wrapper, rando
         layer.router.weight[[4, 5], 0] = -1.0
     assert [set(layer.router(batch)[2].flatten().tolist()) for batch in batches] == [{1, 2}, {4, 5}]
     torch.save({"spec": layer.spec, "state": layer.state_dict(), "batches": batches}, tmp_path / "task.pt")
-    sum(layer(batch).square().sum() for batch in batches).div(2).backward()
+
+    def in_one_process() -> dict[str, torch.Tensor]:
+        layer.zero_grad()
+        sum(layer(batch).square().sum() for batch in batches).div(2).backward()
+        return {name: p.grad for name, p in layer.named_parameters()}
+
     for found in run_ranks(RANK, tmp_path, wrapper):
-        assert found.keys() == {name for name, _ in layer.named_parameters()}
-        for name, p in layer.named_parameters():
-            torch.testing.assert_close(found[name], p.grad, rtol=1e-5, atol=1e-6)
+        assert not beyond_bound(found, in_one_process)
         for e in (0, 3, 6, 7):
             assert not found["experts.down_proj"][e].any()
             assert not found["experts.gate_up_proj"][e].any()
