@@ -26,7 +26,7 @@ OF_TOWERS = (
 )
 READS_A_TEXT_PART = "(the_|newer_|a_head|an_unknown_tensor)"
 BESIDE = "has the towers of omni thinkers beside the model"
-WHISPERS = "(qwen2_audio|voxtral|audioflamingo3)"
+WHISPERS = "(qwen2_audio|voxtral|audioflamingo3|musicflamingo|glmasr|granite_speech(_plus)?)"
 ANOTHER_ROOT = "writes the text part under language_model.model.model"
 OTHERWISE = {
     rf"\[{ROUTED}-(output_router_logits=True|together)\]|router_loss\w*\[{ROUTED}\]": "fails to add the "
@@ -62,6 +62,7 @@ OTHERWISE = {
     rf"test_multimodal\.py::test_{READS_A_TEXT_PART}\w*\[{WHISPERS}\]": ANOTHER_ROOT,
     rf"tests/audio/.*test_(the_text_part|files_of_every|positions_in)\w*\[{WHISPERS}\]": ANOTHER_ROOT,
     rf"tests/audio/test_in_transformers\.py.*\[{WHISPERS}[-\]]": ANOTHER_ROOT,
+    r"test_granite_speech\.py::test_an_adapter_next_to": ANOTHER_ROOT,
     r"tests/audio/test_(in_transformers|parity)\.py.*\[gemma4[-\]]": "inverts masks of plain attention",
     r"test_phi4_multimodal\.py::test_adapters_of_images": "looks for adapters under another name",
     r"\[axk1-experts by a list\]": "does not read mlp_layer_types",
