@@ -4,8 +4,8 @@ arXiv:2505.08699, section 2; positions after Shaw et al., 2018, arXiv:1803.02155
     score(i, j) = scale * q_i (k_j + table[i - j + m])        in one block of up to C frames, for each head
 
 Blocks are counted from the beginning of a clip. The table of 2 m + 1 rows is a layer's, and its heads share
-it. Everything between the projections is in float32. Scores of one block exist at a time, and at every level
-only queries, keys, values and the table are kept.
+it. Everything between the projections is in float32. Scores of a few blocks exist at a time, and at every
+level only queries, keys, values and the table are kept.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.conformer.clip_attention import attend_by_clip, by_key, lengths_of
+from liger_models.layers.conformer.clip_attention import by_key, lengths_of
 from liger_models.layers.conformer.distance_attention import DistanceTable
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear, in_order
 from liger_models.layers.recompute.activation_memory import ActivationMemory, recompute
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import ContextAttentionSpec
+
+TOGETHER = 16  # blocks of one length that are computed at once
 
 
 class ContextAttention(nn.Module):
@@ -53,15 +55,26 @@ class ContextAttention(nn.Module):
 
     def _attend(self, qkv: Tensor, table: Tensor, blocks: list[int]) -> Tensor:
         """qkv [F, 3 N d] -> [F, N d], in float32 or wider."""
+        parts = qkv.split(blocks)
+        made: dict[int, Tensor] = {}
+        for frames in dict.fromkeys(blocks):
+            same = [i for i, n in enumerate(blocks) if n == frames]
+            for first in range(0, len(same), TOGETHER):
+                some = same[first : first + TOGETHER]
+                out = self._attend_within(torch.stack([parts[i] for i in some]), table)
+                made |= dict(zip(some, out, strict=True))
+        return torch.cat([made[i] for i in range(len(blocks))])
+
+    def _attend_within(self, qkv: Tensor, table: Tensor) -> Tensor:
+        """qkv [blocks, n, 3 N d] -> [blocks, n, N d]."""
         dtype, most = torch.promote_types(qkv.dtype, torch.float32), self.spec.distances
-        by_distance = table.to(dtype).flip(0).T  # [d, 2 m + 1], from the first key of the last query on
-
-        def scores(q: Tensor, k: Tensor, _: int) -> Tensor:
-            frames = q.shape[1]
-            own = by_distance[:, most - frames + 1 : most + frames]
-            return (q @ k.mT + by_key(q @ own)) * self.spec.scale
-
-        return attend_by_clip(qkv, blocks, self.spec.head_dim, scores)
+        heads = (-1, self.spec.head_dim)
+        q, k, v = (x.to(dtype).unflatten(2, heads).transpose(1, 2) for x in qkv.chunk(3, dim=2))
+        # From the first key of the last query on.
+        own = table.to(dtype).flip(0)[most - q.shape[2] + 1 : most + q.shape[2]].T  # [d, 2 n - 1]
+        by_place = by_key((q @ own).flatten(0, 1)).unflatten(0, q.shape[:2])
+        weights = ((q @ k.mT + by_place) * self.spec.scale).softmax(-1)  # [blocks, N, n, n]
+        return (weights @ v).transpose(1, 2).flatten(2)
 
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
