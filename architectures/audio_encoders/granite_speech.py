@@ -84,8 +84,11 @@ def audio(c: HFConfig, *, joins: bool = False) -> AudioSpec:
         "conformer",
         residual_scale=0.5,
         second_mixer=LightConvSpec(
-            *(taps, norm),
-            **{"centred": True, "bias": True, "depthwise_bias": False},
+            taps,
+            norm,
+            centred=True,
+            bias=True,
+            depthwise_bias=False,
             expansion=a.take_count("conv_expansion_factor", 2),
         ),
     )

@@ -129,6 +129,7 @@ class Subsampling(nn.Module):
             if isinstance(sounds, SubsampledSounds):
                 halved: nn.Module = HalvedColumns(inputs, outputs, sounds.eps, sounds.cumulative)
             else:
+                assert not isinstance(sounds, StackedSounds)  # these have no channels
                 halved = HalvedColumnsSeparable(inputs, outputs, sounds.activation, first=not number)
             self.add_module(f"layer{number}", halved)
         self.halvings = len(sounds.channels)

@@ -70,7 +70,8 @@ class AudioEncoder(nn.Module):
         for layer in self.layers:
             x, residual = run_block(layer, x, residual, sequences, offload=offload)
         if sounds.kept != sounds.frames:
-            x, residual = (of_clips(part, sounds.frames, sounds.kept) for part in (x, residual))
+            x = of_clips(x, sounds.frames, sounds.kept)
+            residual = None if residual is None else of_clips(residual, sounds.frames, sounds.kept)
         if not self.spec.paired:
             return add_and_norm(self.norm_after, x, residual)[0]
         x = x if residual is None else x + residual

@@ -271,7 +271,8 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         """Generate as transformers does. In families whose adapters are for sounds, those that were loaded or
         added by the model's own methods are switched on if there are sounds, and off otherwise, and stay so.
         """
-        audio, whole = self.base_decoder.spec.audio, super()
+        audio = self.base_decoder.spec.audio
+        whole: Any = super()
         if audio is not None and audio.adapts_language and self._hf_peft_config_loaded:
             heard = kwargs.get(audio.sounds.features) is not None
             (self.enable_adapters if heard else self.disable_adapters)()
