@@ -98,3 +98,10 @@ def test_learned_factors_round_a_product_once():
     q, sequences = torch.randn(9, 2, 8).bfloat16(), Sequences.from_call((1, 9), torch.device("cpu"))
     factors = torch.arange(1, 10).float().log()[:, None] * scaled.scale.float() + scaled.bias.float()
     assert torch.equal(scaled(q, sequences), (q.float() * factors[..., None]).bfloat16())
+
+
+def test_factors_that_start_late_follow_the_formula():
+    sequences = Sequences.from_call((1, 9), torch.device("cpu"))
+    found = sequences.positions.query_scale(QueryScaleSpec(beta=0.3, length=4, first=1, late=True))
+    expected = [1.0] * 4 + [1 + 0.3 * math.log(n / 4) for n in range(5, 10)]
+    torch.testing.assert_close(found, torch.tensor(expected))
