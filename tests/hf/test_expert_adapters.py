@@ -311,6 +311,12 @@ def test_adapters_for_only_some_experts_are_refused(make_both, tmp_path, hf):
         hf.load_adapter(both.ours, tmp_path / "lone")
 
 
+def test_a_peft_that_exchanges_inputs_and_outputs_is_refused(make_both, monkeypatch):
+    monkeypatch.setattr(peft, "__version__", "0.18.0")
+    with pytest.raises(ValueError, match=r"expected 0\.19\.1 or newer"):
+        adapt(make_both("qwen3_moe").ours)
+
+
 def test_adapters_of_biases_in_another_order_are_refused(make_both):
     with pytest.raises(ValueError, match="adapt the matrices"):
         adapt(make_both("gpt_oss").ours, ["experts.gate_up_proj_bias"])

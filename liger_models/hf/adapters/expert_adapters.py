@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
+import peft
 import torch
 from peft import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
@@ -31,7 +32,8 @@ def keep_usual_order(model: Any) -> None:
     """Convert adapters on stacked experts to the usual order in state dicts.
 
     Raises:
-        ValueError: an adapter of expert biases in another order, which it cannot express.
+        ValueError: an adapter of expert biases in another order, which it cannot express, or a PEFT before
+            0.19.
         CheckpointError: unsloth wrote the adapter.
     """
     maps = [model.weight_map(layout) for layout in model.layouts]
@@ -39,6 +41,11 @@ def keep_usual_order(model: Any) -> None:
         if not isinstance(wrapper, ParamWrapper) or not isinstance(wrapper.get_base_layer(), Experts):
             continue
         name = f"{path.partition('.base_layer')[0]}.{wrapper.parameter_name}"
+        if tuple(map(int, peft.__version__.split(".")[:2])) < (0, 19):  # takes inputs for outputs
+            raise ValueError(
+                f"{name}: found PEFT {peft.__version__}, whose adapters of stacked experts have their inputs "
+                "and outputs exchanged; expected 0.19.1 or newer: pip install -U peft"
+            )
         _refuse_unsloths_order(model, wrapper, name)
         if not hasattr(wrapper, "_usual_order"):
             forms = [weight_map[name] for weight_map in maps]
