@@ -17,6 +17,7 @@ class Planned(Protocol):
     spec: ModelSpec
     layers: Sequence[Block]
     embed_tokens: nn.Embedding
+    norm: nn.Module
     mtp: Any
     stream_ends: Any
     gathered_once: bool
