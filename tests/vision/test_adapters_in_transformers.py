@@ -95,7 +95,7 @@ def test_layers_that_are_several_in_transformers_have_no_adapters(family, pair, 
     theirs, ours = both
     call = pair.scene(*DOCUMENTS.values())
     settings = {"r": 3, "target_modules": "all-linear"}
-    with pytest.raises(ValueError, match=r"q_proj, k_proj, v_proj: .* exclude_modules=r'\.\*\\\.qkv_proj'"):
+    with pytest.raises(ValueError, match=r"q_proj, k_proj, v_proj in .* exclude_modules=r'\.\*\\\.qkv_proj'"):
         peft.get_peft_model(copy.deepcopy(ours), peft.LoraConfig(**settings))
     whole = peft.get_peft_model(copy.deepcopy(theirs), peft.LoraConfig(**settings))
     whole.save_pretrained(tmp_path / "whole")
