@@ -116,7 +116,6 @@ def as_on_a_gpu(device: str = "cpu") -> Iterator[None]:
     stand_ins: list[tuple[Any, str, Any]] = [
         (_dispatch.triton.runtime.jit.KernelInterface, "__getitem__", lambda kernel, grid: _nothing),
         (backends, "grouped_attention", lambda q, k, v, spec, mask, once=None: AsCuDNN.apply(q, k, v, once)),
-        (backends, "_cudnn_takes", lambda *operands: True),  # values of another size than queries
         (backends, "_boundaries_on_host", lambda q, visibility: False),
         (offload._HostMemory, "copy", _nothing),
         # In place on a GPU, with copies on a CPU; meta follows the CPU.

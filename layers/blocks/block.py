@@ -96,7 +96,6 @@ class Block(nn.Module):
         makes: names of the tensors that it returns for later layers: keys and values, if a layer reads them.
         mlp: the MLP or the experts; a layer without them has no such attribute.
         norms_after_branches: number of norms whose input is the output of a branch.
-        makes_streams_again: whether a layer that runs again has all of its streams once more.
 
     Raises:
         ValueError: parts that the topology does not support, or needs and does not have.
@@ -108,7 +107,6 @@ class Block(nn.Module):
     supports: tuple[str, ...] = ()
     needs: tuple[str, ...] = ("mixer", "mlp")
     norms_after_branches: int = 0
-    makes_streams_again: bool = False
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__()
@@ -239,12 +237,6 @@ class Block(nn.Module):
         ]
         each = itemsize * self.hidden_size
         return self.norm_outputs() * (max(saved, default=each) if hasattr(self, "mlp") else each)
-
-    def between_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Bytes per token kept of what lies between the mixer and the MLP, whose backward pass is done before
-        the mixer's: inputs of norms after the branches.
-        """
-        return itemsize * self.norms_after_branches * self.hidden_size
 
     def _noted_bytes(self, itemsize: int) -> int:
         """Bytes of the router's choice, reused by recomputation, and of its logits if the loss reads them."""

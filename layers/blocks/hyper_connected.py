@@ -74,19 +74,11 @@ class HyperConnectedBlock(Block):
         kept = super().activation_bytes(level, itemsize)
         if level in RERUN:
             return kept
-        return kept + 2 * self._kept_by_a_connection(itemsize)
-
-    def _kept_by_a_connection(self, itemsize: int) -> int:
         n = self.streams.count
         weights = n * (2 * n + 3 if self.streams.iterations else 3) + 1
-        return self.stream_bytes(itemsize) + itemsize * self.hidden_size + 4 * weights
+        return kept + 2 * (self.stream_bytes(itemsize) + itemsize * self.hidden_size + 4 * weights)
 
-    def between_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Bytes per token of the MLP's connection, and of the norm's input."""
-        norm: Any = self.post_attention_layernorm
-        return self._kept_by_a_connection(itemsize) + norm.activation_bytes(level, itemsize)
-
-    def connection_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+    def connection_bytes(self, itemsize: int) -> int:
         """Bytes per token of gradients in the backward pass of a connection: of the streams after it, of
         those before it by both their ways, and of the branch's input. Streams that are not mixed have the
         first as the gradient by one of the ways.
@@ -153,18 +145,12 @@ class GatedStreamsBlock(Block):
         assert self.spec.streams is not None
         return self.spec.streams.count * super().stream_bytes(itemsize)
 
-    def between_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Bytes per token of the MLP's connection, and of the MLP's input."""
-        return self.mlp_hyper_connection.activation_bytes(level, itemsize) + itemsize * self.hidden_size
-
-    def connection_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+    def connection_bytes(self, itemsize: int) -> int:
         """Bytes per token of gradients in the backward pass of a connection: of the streams after it, of
-        their norms by two ways, of the logits of their gates, and of the branch's input; and, unless they are
-        kept, these norms and logits.
+        their norms and of the logits of their gates, and of the branch's input; and these norms and logits.
         """
         assert self.spec.streams is not None
-        count = 4 if level == "all" else 6
-        return itemsize * (count * self.spec.streams.count + 1) * self.hidden_size
+        return itemsize * (5 * self.spec.streams.count + 1) * self.hidden_size
 
     def norm_outputs(self) -> int:
         """Number of norm outputs [T, H] that only the level `all` keeps: connections count theirs."""
@@ -191,7 +177,6 @@ class AltUpBlock(Block):
     supports = ("per_layer_input", "keys of another layer", "streams", "laurel_rank")
     needs = ("mixer", "mlp", "streams", "laurel_rank", "per_layer_input")
     norms_after_branches = 2
-    makes_streams_again = True
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)
@@ -235,7 +220,7 @@ class AltUpBlock(Block):
         assert isinstance(self.spec.streams, AltUpSpec)
         return self.spec.streams.count * super().stream_bytes(itemsize)
 
-    def connection_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+    def connection_bytes(self, itemsize: int) -> int:
         """Bytes per token of gradients at the end of the backward pass: of the streams after the layer, of
         those before it by the mixture, the prediction and the router, the sum of two of these, and two of one
         stream.

@@ -42,8 +42,8 @@ class ParallelTwoNormsBlock(Block):
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.attention_norm, x, residual)
-        mixed = self.token_mixer(x, sequences)  # comes last in the backward pass, when the MLP is done
-        return self._scaled(mixed + self.mlp(self.mlp_norm(residual), sequences)), residual
+        mlp = self.mlp(self.mlp_norm(residual), sequences)
+        return self._scaled(self.token_mixer(x, sequences) + mlp), residual
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return (2 if level == "all" else 0) - 1  # both norms keep the same input

@@ -148,7 +148,10 @@ class MixtureOfExperts(nn.Module):
         kept = sum(part.activation_bytes(level, itemsize) for part in parts)
         if self.spec.latent_size is not None:
             kept += 2 * itemsize * self.spec.latent_size
-        kept += self.shared_bytes(itemsize, level)
+        if self.shared_expert is not None:
+            kept += self.shared_expert.activation_bytes(level, itemsize)
+        if self.shared_expert_gate is not None:
+            kept += itemsize * (self.hidden_size + 1)
         if self.input_noise is not None:
             kept += 2 * itemsize * self.hidden_size
         if self.output_norm is not None:
@@ -156,13 +159,6 @@ class MixtureOfExperts(nn.Module):
         if self.spec.identity_experts:
             kept += (5 if level == "mlp" else 1) * self.spec.experts_per_token + 4
         return kept
-
-    def shared_bytes(self, itemsize: int, level: ActivationMemory = "lean") -> int:
-        """Saved bytes per token of the shared expert, whose backward pass comes before that of the others."""
-        if self.shared_expert is None:
-            return 0
-        gate = 0 if self.shared_expert_gate is None else itemsize * (self.hidden_size + 1)
-        return self.shared_expert.activation_bytes(level, itemsize) + gate
 
 
 def _without_identity(weights: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,9 +8,6 @@ they are further dimensions of the queries and keys, and the scores are never ke
 
     [scale * q_i | q_i R[row_i - ..] | q_i C[column_i - ..]]  [k_j | e(row_j) | e(column_j)]
 
-They are followed by zeros up to a multiple of 8 dimensions, as torch's fused kernels require: without one it
-would keep all scores, in float32. (SAM's windows of 14 times 14 give 64 + 28 dimensions.)
-
 Windows of w times w patches cover the grid. Those at the right and bottom edges reach beyond it; as in the
 reference, what is beyond are keys and values of a hidden state of zeros, to which the others attend.
 
@@ -34,8 +31,6 @@ from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import GridAttentionSpec
-
-_ALIGNMENT = 8  # elements of a head
 
 
 class GridAttention(nn.Module):
@@ -97,13 +92,11 @@ class GridAttention(nn.Module):
         by_rows = _resized(self.rel_pos_h, height).to(q.dtype)[_distances(height, q.device)]
         by_columns = _resized(self.rel_pos_w, width).to(q.dtype)[_distances(width, q.device)]
         places = _unit_vectors(height, width, q.device)
-        beyond = -(q.shape[-1] + places.shape[-1]) % _ALIGNMENT
         grid = q.unflatten(1, (height, width))
         by_row = torch.einsum("gijhd,ikd->gijhk", grid, by_rows).flatten(1, 2)
         by_column = torch.einsum("gijhd,jkd->gijhk", grid, by_columns).flatten(1, 2)
-        places = F.pad(places.to(k.dtype), (0, beyond))[None, :, None].expand(*k.shape[:3], -1)
-        zeros = q.new_zeros(()).expand(*q.shape[:3], beyond)
-        q = torch.cat([q * self.spec.scale, by_row, by_column, zeros], -1)
+        places = places.to(k.dtype)[None, :, None].expand(*k.shape[:3], -1)
+        q = torch.cat([q * self.spec.scale, by_row, by_column], -1)
         k = torch.cat([k, places], -1)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return unmasked_attention(q, k, v, 1.0, causal=False).transpose(1, 2).flatten(2)
@@ -122,26 +115,6 @@ class GridAttention(nn.Module):
         within = self.bytes_at_a_place(itemsize) * self.places
         return itemsize * self.spec.q_size + within // self.spec.side**2
 
-    def backward_bytes(self, patches: int, places: int, itemsize: int) -> int:
-        """Bytes of the gradients of the output, the queries and the keys with their places, and the values,
-        and of the sums of the queries' in float32.
-
-        Args:
-            places: of all windows; 0: not known.
-        """
-        spec = self.spec
-        if spec.window is None:
-            places = patches
-        places = places or patches * self.places // spec.side**2
-        wide = spec.num_attention_heads * self.aligned_width
-        return places * (2 * itemsize * (wide + spec.q_size) + 4 * wide)
-
-    @property
-    def aligned_width(self) -> int:
-        """Elements of the queries and keys with their places, of a head."""
-        wide = self.spec.head_dim + 2 * self.spec.width
-        return wide + -wide % _ALIGNMENT
-
     @property
     def places(self) -> int:
         """The number of places of all windows of a picture of `side` times `side` patches."""
@@ -150,7 +123,7 @@ class GridAttention(nn.Module):
     def bytes_at_a_place(self, itemsize: int) -> int:
         """Bytes kept per place in the order of windows."""
         spec = self.spec
-        heads, wide = spec.num_attention_heads, self.aligned_width
+        heads, wide = spec.num_attention_heads, spec.head_dim + 2 * spec.width
         return itemsize * (self.qkv_proj.in_features + 6 * spec.q_size + 2 * heads * wide) + 4 * heads
 
     def more_bytes(self, patches: int, places: int, axes: int, itemsize: int) -> int:

@@ -95,22 +95,22 @@ class StepMemory:
     def _loss(self, kept: list[int], levels: Sequence[ActivationMemory]) -> Moment:
         step, spec = self.step, self.model.spec
         head: Any = getattr(self.model, "lm_head", None) or self.model.embed_tokens
-        own_rows = getattr(head, "trained_rows", None) is not None
-        trained = own_rows or (step.lora_rank == 0 and head.weight.requires_grad)
+        trained = step.lora_rank == 0 and head.weight.requires_grad
+        trained = trained or getattr(head, "trained_rows", None) is not None
         wide = max(4, self.itemsize) if spec.float32_head else self.itemsize
         sizes = step.tokens, spec.hidden_size, spec.vocab_size, wide
         transient = working_bytes(*sizes, trained, step.labelled) + self._further.at_the_loss(levels[-1])
-        copied = step.tokens + spec.vocab_size * (head.weight.itemsize < wide)  # hidden states and weight
-        transient += (wide > self.itemsize) * wide * spec.hidden_size * copied
+        if wide > self.itemsize:  # wider copies of the hidden states and of the weight
+            narrow = spec.vocab_size * (head.weight.itemsize < wide)
+            transient += wide * spec.hidden_size * (step.tokens + narrow)
+        gradients = self.gradients if step.accumulates else 0
         # The last norm's input and output, rounded, the head's layers'; the last layer's input comes first.
         wide = max(4, self.itemsize) if self.model.layers[-1].float32_stream else self.itemsize
         of_norm = self._streams.at_loss or 2 * self._stream * self.itemsize // wide
         transient += of_norm + ((levels[-1] == "offload") + (spec.head_layers is not None)) * self._stream
         transient += 0 if self._gathered is None else self._gathered.at_the_loss()
-        of_head = self._streams.at_end and own_bytes(head.weight) * (trained and not step.accumulates)
-        transient, there = max(transient, self._streams.at_end + of_head), self._outside_layers + sum(kept)
-        gradients = self.gradients if step.accumulates else 0
-        return "the loss", self._parts(there, transient, gradients, sum(self._units[-1:]))
+        transient, streamed = max(transient, self._streams.at_end), sum(self._units[-1:])
+        return "the loss", self._parts(self._outside_layers + sum(kept), transient, gradients, streamed)
 
     def _frozen_encoder(self) -> list[Moment]:
         """Forward pass of encoders that keep nothing, before the language model's layers run."""

@@ -156,7 +156,7 @@ def _largest(
     largest = {level: moments.largest("lean" if level == ON_HOST else level) for level in kept}
     if layer.float32_stream and itemsize < 4:  # `lean` saves it rounded, so this one is in addition
         largest |= {level: largest[level] + stream for level in ("checkpoint", "tiled")}
-    if layer.makes_streams_again:
+    if hasattr(layer, "connection_bytes"):  # a layer that runs again makes all of its streams once more
         largest |= {level: largest[level] + stream for level in RERUN}
     return largest
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,11 @@ from liger_models.layers.memory.adapters import AdapterCosts, PeftMoments
 from liger_models.layers.memory.mixing import backward_mixing, early_bytes
 from liger_models.layers.memory.on_host import heads_at_a_time
 from liger_models.layers.memory.own_parts import before_output, decoded_bytes, gradient_bytes
-from liger_models.layers.memory.places import inner_width, more_at_all, own_attention, places_of
+from liger_models.layers.memory.places import inner_width, own_attention, places_of
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.linear import unwrapped
 from liger_models.layers.recompute import tiles
 from liger_models.layers.recompute.activation_memory import RERUN, TILED, ActivationMemory
-from liger_models.layers.specs import RecurrentSpec
 
 
 @dataclass(frozen=True)
@@ -33,15 +32,12 @@ class Moments:
     |-------------------------|------------------------------------------------------|-----------------------|
     | the MLP's last product  | P and its gradient, or P in place of it; adapters    | all but the product's |
     | the MLP's first ones    | the norm's output and its gradient, S each, adapters | those after the MLP   |
-    | the experts' activation | its gradient, and two times [R, I], which a layer    | all but the product's |
-    |                         | that runs again has; if trained, [R, H]; no more of  | and the shared        |
-    |                         | a shared expert than the gradient of its input       | expert's              |
+    | the experts' activation | its gradient, and two times [R, I], which a layer    | all                   |
+    |                         | that runs again has; if trained, [R, H]              |                       |
     | the experts' input      | it, its gradient, [R, H], or if frozen a slice of    | those after them      |
     |                         | it, and two times [R, I] as before                   |                       |
     | an MLP in tiles         | it, its gradient, a tile, sums in float32; no P      | all                   |
-    | a connection to streams | see `connection_bytes`; nothing of the MLP           | those before it       |
-    | attention               | see `backward_mixing`; nothing of the MLP, nor of    | those before it       |
-    |                         | what lies between                                    |                       |
+    | attention               | see `backward_mixing`; nothing of the MLP            | those before it       |
 
     By then, everything that a level does not keep has been recomputed, except for outputs of norms: `all`
     keeps them, and a layer that runs again computes each when a product needs it.
@@ -51,16 +47,12 @@ class Moments:
         mlp: the MLP's part of these.
         product: the input of the MLP's last product: P.
         norms: of norms' outputs.
-        rest: what `all` keeps of other parts than norms and the MLP in addition to `lean`.
-        remade: of these, what `attention` counts, as if it were made again.
-        outer: of what lies between attention and the MLP, which is freed before attention's backward pass, at
-            `lean` and at `all`.
+        outer: of the inputs of norms after the branches, which are freed before attention's backward pass.
         scaled: of the gradient of the MLP's contribution to the stream, if it is scaled. (If a norm follows
             the MLP, it takes the place of that norm's input.)
         last, front: of the MLP's last product and of its first ones, or of the experts' activation and input.
         front_norm: the norm's output in `front`.
-        shared: of a shared expert's last product, before the others' backward pass.
-        in_place: of P, or of a shared expert's, if at `lean` it takes the place of its gradient.
+        in_place: of P, if at `lean` it takes the place of its gradient.
         experts: `last` and `front` are those of experts.
         overwritten: bytes of both that take the memory of recomputed tensors, if the layer runs again.
         with_norm: the norm's output also exists during `last`: experts read it. If the last product's weight
@@ -71,7 +63,6 @@ class Moments:
         gradients: of the layer's parameters, counted separately: those computed by `last`, by `front` and by
             attention's backward pass, and all.
         attention: of attention's backward pass.
-        connection: of that of a connection to several streams, at `lean` and at `all`; None: there is none.
         early: further bytes of it, in layers that do not run again.
         tile: of a tile, including the sums; None: the MLP is not tiled.
         tile_begun: of a tile when its backward pass runs the layer again, see `PeftForward`.
@@ -84,16 +75,13 @@ class Moments:
     mlp: int
     product: int
     norms: int
-    rest: int
-    remade: int
-    outer: tuple[int, ...]
+    outer: int
     stream: int
     normed: int  # a norm's output, or its gradient
     scaled: int
     last: int
     front: int
     front_norm: int
-    shared: int
     in_place: int
     experts: bool
     overwritten: int
@@ -102,7 +90,6 @@ class Moments:
     pieces: int
     gradients: tuple[int, int, int, int]
     attention: int
-    connection: tuple[int, ...] | None
     early: int
     tile: int | None
     tile_begun: int
@@ -134,26 +121,21 @@ class Moments:
         attention = max(
             backward_mixing(layer, step, itemsize), _peft_mixer(layer, step, itemsize, adapters)
         ) + max(decoded["mixer"], decoded["output"])
-        norms = tokens * layer.norm_output_bytes(itemsize)
-        more = more_at_all(layer, itemsize) - (0 if mlp is None else more_at_all(mlp, itemsize))
-        recurrent = (mixer for mixer in mixers if isinstance(mixer.spec, RecurrentSpec))
-        levels: Sequence[ActivationMemory] = ("lean", "all")
+        if connection is not None:  # the streams' gradient waits for attention's, then goes through it
+            attention = max(attention + stream, tokens * connection(itemsize))
         return Moments(
             lean=kept["lean"],
             mlp=0 if mlp is None else tokens * mlp.activation_bytes("lean", itemsize),
             product=product,
-            norms=norms,
-            rest=max(0, tokens * more - norms),
-            remade=tokens * sum(more_at_all(mixer, itemsize) for mixer in recurrent),
-            outer=tuple(tokens * layer.between_bytes(level, itemsize) for level in levels),
+            norms=tokens * layer.norm_output_bytes(itemsize),
+            outer=tokens * layer.norms_after_branches * layer.hidden_size * itemsize,
             stream=stream,
             normed=normed,
             scaled=(layer.spec.residual_scale != 1.0) * stream,
             last=in_mlp.last,
             front=in_mlp.front,
             front_norm=in_mlp.front_norm,
-            shared=in_mlp.shared,
-            in_place=0 if step.lora_rank else in_mlp.in_place,
+            in_place=0 if step.lora_rank else product * getattr(mlp, "makes_product_in_place", False),
             experts=experts,
             overwritten=in_mlp.overwritten,
             with_norm=experts or not (adapters.trained or "last" in adapters.peft),
@@ -161,7 +143,6 @@ class Moments:
             pieces=_pieces(layer, step, itemsize, adapters),
             gradients=(in_mlp.after, of_mlp, whole - gradient_bytes(in_front, step), whole),
             attention=attention,
-            connection=connection and tuple(tokens * connection(level, itemsize) for level in levels),
             early=early_bytes(layer, step, itemsize),
             tile=in_mlp.tile,
             tile_begun=in_mlp.tile_begun,
@@ -185,16 +166,10 @@ class Moments:
         after, of_mlp, all_after, whole = self.gradients
         if self.accumulates:  # all exist; and each new one in addition to the sum
             of_mlp, all_after, whole = of_mlp - after, 0, 0
-        rest, at_all = self.rest * (level == "all"), level == "all"
-        without_mlp = self.lean + rest - self.mlp
-        attention = without_mlp - self.remade * at_all - self.outer[at_all]
-        attention += self.attention + self.one_part * self.stream
-        if self.connection is not None:  # the one after the MLP: its branch's input and output are done
-            connection = without_mlp - 2 * self.normed + self.connection[at_all]
-            attention = max(attention + self.stream, connection)
+        attention = self.lean - self.mlp - self.outer + self.attention + self.one_part * self.stream
         attention += all_after - whole
         attention += min(self.norms, self.stream) * (level == "all") + self.early * (level not in RERUN)
-        without_mlp += norm
+        without_mlp = self.lean - self.mlp + norm
         if self.peft is not None:
             if level == "all":
                 return self.peft.at_all - whole
@@ -210,19 +185,17 @@ class Moments:
             forward = self.lean + norm + self.peft.forward
             attention = max(attention, (forward if level == "lean" else again) - whole)
         if level == "all":
-            there, norm = there + self.norms + rest, 0
-        more = self.scaled + (norm if self.with_norm or level == "mlp" else 0)
-        last, shared = there + self.last + more, there + self.shared + more
+            there, norm = there + self.norms, 0
+        last = there + self.last + self.scaled + (norm if self.with_norm or level == "mlp" else 0)
         if self.with_norm and not self.experts and level not in RERUN:
             last += self.stream
-        if level == "lean":
-            last, shared = last - self.in_place * (not self.shared), shared - self.in_place
+        last -= self.in_place * (level == "lean")
         front = there + self.front - max(0, self.front_norm - norm)
         if level == "mlp":  # holds the norm's output, the input that runs again
             front += self.normed - self.front_norm
         if level == "mlp" or level in RERUN:
             last, front = last - self.overwritten, front - self.overwritten
-        return max(last + after - whole, front + of_mlp - whole, shared - whole, attention)
+        return max(last + after - whole, front + of_mlp - whole, attention)
 
 
 @dataclass(frozen=True)
@@ -237,8 +210,6 @@ class _MLPMoments:
     front: int
     front_norm: int
     after: int
-    in_place: int
-    shared: int = 0
     overwritten: int = 0
     tile: int | None = None
     tile_begun: int = 0
@@ -253,10 +224,9 @@ class _MLPMoments:
         normed: int,
         decoded: Mapping[str, int],
     ) -> _MLPMoments:
-        tokens, places = step.tokens, places_of(layer)
+        tokens, product = step.tokens, step.tokens * itemsize * inner_width(layer)
         each = mlp.spec.experts_per_token * tokens * itemsize
         rows = each * mlp.spec.input_size(layer.hidden_size)
-        product = each * mlp.spec.intermediate_size
         first = (2 if mlp.spec.gated else 1) * product  # gradients of gate and up, or of up
         own = unwrapped(mlp.experts)
         frozen = step.lora_rank or not any(p.requires_grad for p in own.parameters(recurse=False))
@@ -267,26 +237,12 @@ class _MLPMoments:
         copied = first // 2 if own.float8 is not None else 0  # of the gradients of gate and up, in float8
         # Decoded stacks are freed before the gradient of the activation, and that of the layer's input, are
         # computed.
-        own_moments = _MLPMoments(
+        return _MLPMoments(
             last=max(last, last - first + decoded["last"]),
             front=max(front + decoded["front"], rows + first + normed + copied),
             front_norm=normed,
-            after=gradient_bytes((p for p in mlp.parameters() if places[id(p)] == "last"), step),
-            in_place=0,
+            after=0,
             overwritten=first,
-        )
-        if mlp.shared_expert is None:
-            return own_moments
-        # It is done by then, but for the gradient of its input.
-        done, of_shared = tokens * mlp.shared_bytes(itemsize) - normed, mlp.shared_expert.parameters()
-        product = tokens * itemsize * inner_width(layer) - product
-        return replace(
-            own_moments,
-            last=own_moments.last - done,
-            front=own_moments.front - done,
-            after=own_moments.after + gradient_bytes((p for p in of_shared if places[id(p)] != "last"), step),
-            in_place=product * getattr(mlp.shared_expert, "makes_product_in_place", False),
-            shared=2 * product,
         )
 
     @staticmethod
@@ -311,7 +267,6 @@ class _MLPMoments:
             front=max(front, tokens * getattr(mlp, "float8_gradient_bytes", 0)) + decoded["front"],
             front_norm=min(stream, front - adapters.front.without - added),
             after=gradient_bytes((p for p in parameters if places[id(p)] == "last"), step),
-            in_place=product * getattr(mlp, "makes_product_in_place", False),
         )
         if mlp is None or tokens <= tiles.TILE:
             return plain

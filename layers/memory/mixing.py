@@ -7,7 +7,6 @@ from typing import Any
 from liger_models.layers.attention.qk_norm import norm_work
 from liger_models.layers.attention.reach import REACH
 from liger_models.layers.blocks import Block
-from liger_models.layers.grids.grid_attention import GridAttention
 from liger_models.layers.memory.on_host import heads_at_a_time, mixers_of
 from liger_models.layers.memory.step import Step
 from liger_models.layers.specs import AttentionSpec, RecurrentSpec
@@ -67,8 +66,6 @@ def _mixer_work(module: Any, step: Step, itemsize: int) -> int:
         if ranks == 1:
             return step.tokens * (module.backward_bytes(itemsize) - fewer)
         return step.tokens * (module.divided_backward_bytes(itemsize, ranks) - fewer)
-    if isinstance(module, GridAttention):
-        return module.backward_bytes(step.tokens, step.places, itemsize)
     mixer = getattr(module.spec, "attention", module.spec)
     if not isinstance(mixer, AttentionSpec):
         return 0

@@ -19,7 +19,6 @@ from liger_models.layers.memory.places import PLACES, places_of
 from liger_models.layers.memory.planned import Planned
 from liger_models.layers.memory.step import Step
 from liger_models.layers.parts.altup import AltUpEnds
-from liger_models.layers.parts.gated_streams import GatedMean
 from liger_models.layers.projections.matrices import matrices
 from liger_models.layers.projections.stored_weight import dense_shape, kept_weights
 from liger_models.layers.projections.ternary import rounded_bytes
@@ -116,8 +115,7 @@ def kept_of_images(layer: Block, step: Step, itemsize: int) -> int:
 @dataclass(frozen=True)
 class StreamCosts:
     """Bytes of all tokens where projections of the embedding make several residual streams, and others end
-    them (layers/parts/altup.py), or where their gated mean ends them (layers/parts/gated_streams.py); none
-    without these.
+    them (layers/parts/altup.py); none without these.
 
     Attributes:
         first: kept for the first streams during the whole step.
@@ -132,10 +130,7 @@ class StreamCosts:
     @staticmethod
     def of(model: Planned, step: Step, itemsize: int, idle: int) -> StreamCosts:
         """Costs of a step, whose first `idle` layers receive no gradient."""
-        ends, mean = model.stream_ends, model.norm
-        if isinstance(mean, GatedMean):  # kept, and in its backward pass
-            size, (kept, transient) = step.tokens * itemsize, mean.backward_sizes()
-            return StreamCosts(0, size * (kept + model.spec.hidden_size), size * (kept + transient))
+        ends = model.stream_ends
         if not isinstance(ends, AltUpEnds):
             return StreamCosts()
         first, last, transient = (step.tokens * size for size in ends.activation_bytes(itemsize))

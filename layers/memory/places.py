@@ -73,8 +73,3 @@ def inner_width(layer: Block) -> int:
         return 0 if spec is None else spec.intermediate_size
     shared = 0 if spec.shared_expert is None else spec.shared_expert.intermediate_size
     return spec.experts_per_token * spec.intermediate_size + shared
-
-
-def more_at_all(part: Any, itemsize: int) -> int:
-    """Bytes per token that a part keeps at the level `all` in addition to `lean`."""
-    return int(part.activation_bytes("all", itemsize) - part.activation_bytes("lean", itemsize))

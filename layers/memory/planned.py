@@ -17,7 +17,6 @@ class Planned(Protocol):
     spec: ModelSpec
     layers: Sequence[Block]
     embed_tokens: nn.Embedding
-    norm: nn.Module
     mtp: Any
     stream_ends: Any
     gathered_once: bool

@@ -113,14 +113,6 @@ class GatedMean(nn.Module):
         more = 2 * count * self.hidden_size + rank if level == "all" else 0
         return itemsize * (count * self.hidden_size + rank + more) + 4 * count
 
-    def backward_sizes(self) -> tuple[int, int]:
-        """Numbers per token that a model's last norm keeps: the streams, also normalised, and the product of
-        low rank; and those of its backward pass: the norms and logits again, their gradients, the mean's, and
-        the activation.
-        """
-        streams, rank = self.spec.count * self.hidden_size, self.spec.rank
-        return 2 * streams + rank, 4 * streams + self.hidden_size + 2 * rank
-
     def extra_repr(self) -> str:
         return f"streams={self.spec.count}, rank={self.spec.rank}"
 

@@ -213,6 +213,12 @@ class TransformersCache(KVCache):
         if self.seen == 0:
             return None
         held: Any = self.cache.layers[layer]
+        if getattr(held, "conv_states", None) is None:
+            raise DataError(
+                f"layer {layer} is recurrent, and the cache holds {self.seen} tokens without its state (a "
+                f"{type(held).__name__}): fill the cache with this model. PEFT's prefix tuning, which makes "
+                "keys and values alone, does not work with recurrent layers; prompt tuning does"
+            )
         if first:
             return held.conv_states[1].transpose(1, 2), held.conv_states[2]
         both = held.conv_states, held.recurrent_states

@@ -18,6 +18,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_models.architectures import find_architecture, list_architectures
+from liger_models.convert.errors import UnsupportedModelError
 from liger_models.hf.base_model import LigerModel
 from liger_models.hf.checkpoints.unread import own_class
 from liger_models.hf.models import HEAD, LigerForCausalLM, LigerForSequenceClassification
@@ -125,10 +126,14 @@ def classes_of(model_type: str) -> FamilyClasses:
     """Return the classes of a family.
 
     Raises:
-        UnsupportedModelError: the family is not registered here.
-        KeyError: this version of transformers does not have it.
+        UnsupportedModelError: the family is not registered here, or this transformers does not have it.
     """
     architecture = find_architecture(model_type)
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"transformers {transformers.__version__} does not have {model_type!r}, whose config class is "
+            "needed here: install a release that has it, or use liger_models.from_hub, which needs none"
+        )
     reference = architecture.reference
     if architecture.reference_of:  # its classes are named after its config
         reference = CONFIG_MAPPING[model_type].__name__.replace("Config", "ForCausalLM")

@@ -32,6 +32,7 @@ from liger_models.hf.cache import CACHE, given_cache
 from liger_models.hf.checkpoints.module_names import move_head
 from liger_models.hf.fused_head import refuse_other_logits
 from liger_models.hf.pretrained import LigerPreTrainedModel, keep_initialized
+from liger_models.known_to_trainer import KnownToTrainer
 from liger_models.layers.model.call_checks import (
     batch_shape,
 )
@@ -56,10 +57,11 @@ class StateSpaceOutput(CausalLMOutputWithPast):
 HEAD, HEAD_BIAS, HEAD_LAYERS = "lm_head.weight", "lm_head.bias", "head_layers"
 
 
-class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixin):
+class LigerForCausalLM(KnownToTrainer, Scoring, Distilling, LigerPreTrainedModel, GenerationMixin):
     """Causal language model."""
 
     base_class: type[LigerModel]
+    own_name = LigerPreTrainedModel.own_name
 
     def __init__(self, config: Any, ignore_config_keys: Collection[str] = ()):
         super().__init__(config)

@@ -256,7 +256,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, DtypesOfTransformers, PreTrain
             kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
         path = Path(save_directory) / "config.json"
-        self.config.architectures = [self._get_name()]
+        self.config.architectures = [self.own_name]
         if writes and path.exists():
             written = json.loads(path.read_text(encoding="utf-8"))
             written["architectures"] = self.config.architectures
@@ -265,8 +265,8 @@ class LigerPreTrainedModel(CheckpointingSwitches, DtypesOfTransformers, PreTrain
             options = {key: kwargs[key] for key in ("commit_message", "token", "create_pr") if key in kwargs}
             self.push_to_hub(kwargs.get("repo_id", Path(save_directory).name), **options)
 
-    def _get_name(self) -> str:
-        # Trainer looks here for a causal language model, whose labels are shifted under label smoothing too.
+    @property
+    def own_name(self) -> str:
         return type(self).__name__.removeprefix("FSDP").removeprefix("Liger")
 
     # -- parameters

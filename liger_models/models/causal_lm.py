@@ -27,6 +27,7 @@ from liger_models.convert.config.model_config import ModelConfig, export_config
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.convert.json_file import read_json
 from liger_models.generating.generation import generate
+from liger_models.known_to_trainer import KnownToTrainer
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.recompute.host_weights import device_of
@@ -38,7 +39,7 @@ from liger_models.models.vocabulary import resize
 GENERATION_CONFIG = "generation_config.json"
 
 
-class LigerCausalLM(CausalLM):
+class LigerCausalLM(KnownToTrainer, CausalLM):
     """A causal language model with its config. Create one with `from_hub` or `from_config`.
 
     Attributes:
@@ -83,10 +84,6 @@ class LigerCausalLM(CausalLM):
         self.adapter_folder: Path | None = None
         self.left_out: tuple[str, ...] = ()
         self.learned_ends: tuple[int, ...] = ()
-
-    def _get_name(self) -> str:
-        # Trainer looks for this name of a causal language model, to shift labels under label smoothing, too.
-        return self.architecture.reference
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """Required by PEFT when it wraps a causal language model; transformers' `generate` is not used here.

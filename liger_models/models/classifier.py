@@ -73,6 +73,9 @@ class LigerSequenceClassifier(LigerCausalLM):
         self.lm_head = LMHead(spec.hidden_size, labels_of(raw_config) or 1)
         self.note_canonical_forms()
 
+    def _get_name(self) -> str:
+        return self.own_name  # its labels are not shifted
+
     @not_compiled
     def forward(  # type: ignore[override]
         self,

@@ -201,6 +201,25 @@ def test_a_state_dict_of_a_checkpoint_is_loaded_and_half_of_it_refused(make_both
         both.ours.load_state_dict(tensors, strict=False)
 
 
+def test_only_whole_checkpoints_reset_the_tensors_that_they_lack(make_both):
+    """An adapter, loaded with strict=False, leaves the correction bias, which A.X K1's checkpoint lacks."""
+    both = make_both("axk1")
+    buffers = dict(both.ours.named_buffers())
+    biases = {n: x.normal_().clone() for n, x in buffers.items() if n.endswith("correction_bias")}
+    tensors = load_file(both.folder / "model.safetensors")
+    released = {n: x for n, x in tensors.items() if not n.endswith("correction_bias")}
+    one = {name: x for name, x in released.items() if ".layers.0.mlp." in name}
+    for part in ({}, one):
+        both.ours.load_state_dict(part, strict=False)
+        assert all(torch.equal(both.ours.get_buffer(name), x) for name, x in biases.items())
+    fresh = type(both.ours)(both.ours.config)  # which has not read a checkpoint with biases
+    for name in biases:
+        fresh.get_buffer(name).normal_()
+    fresh.load_state_dict(released)
+    assert biases
+    assert not any(fresh.get_buffer(name).any() for name in biases)
+
+
 @pytest.mark.parametrize("projections", ["fused", "split"])
 def test_the_orientation_of_an_ambiguous_tensor_is_inferred_from_the_others(projections, make_both):
     """Checkpoints of gpt-oss have the experts transposed, and their biases in another order."""

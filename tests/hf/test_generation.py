@@ -315,6 +315,16 @@ def test_a_cache_takes_gradients_and_is_refused_under_checkpointing(make_both, p
         loss()
 
 
+def test_a_cache_of_keys_and_values_alone_is_refused_by_recurrent_layers(make_both, prompts):
+    """Prefix tuning makes one."""
+    model, cache = make_both("granitemoehybrid").ours, transformers.DynamicCache()
+    keys = torch.randn(2, 2, 5, 16)
+    for layer in range(model.config.num_hidden_layers):
+        cache.update(keys, keys, layer)
+    with pytest.raises(DataError, match="recurrent, and the cache holds 5 tokens without its state"):
+        model(prompts[0], past_key_values=cache)
+
+
 def test_a_call_frees_its_cache_without_the_garbage_collector(make_both, batch):
     model = make_both("llama").ours
     gc.collect()

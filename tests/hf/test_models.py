@@ -20,6 +20,14 @@ transformers = pytest.importorskip("transformers")
 FAMILIES = ["llama", "gemma2", "qwen3_moe", "gemma4_text", "gpt_neox", "stablelm"]
 
 
+def test_families_that_transformers_lacks_are_refused_by_name(monkeypatch):
+    from liger_models.hf import families
+
+    monkeypatch.setattr(families, "CONFIG_MAPPING", {})
+    with pytest.raises(liger_models.UnsupportedModelError, match=r"does not have 'olmo'.*from_hub"):
+        families.classes_of.__wrapped__("olmo")
+
+
 def test_every_listed_name_can_be_imported():
     import liger_models.hf
 

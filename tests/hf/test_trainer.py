@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_pairs import BOUND, relative_distance
+from pairs import reference_class
 from trainer_parts import LENGTH, PLAIN, ROWS, make_rows
 
 import liger_models
@@ -66,6 +67,30 @@ SETTINGS = {
     "own_loss": {"more": {"compute_loss_func": summed_loss}},
     "adamw": {"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 1.0},
 }
+
+
+# Families whose classes Trainer does not know: those of another family, and those with images.
+@pytest.mark.parametrize("family", ["internlm3", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["registered", "native"])
+def test_label_smoothing_shifts_the_labels_of_every_family(family, kind, hf, make_trainer):
+    config, weight = find_architecture(family).tiny, 0.2
+    if kind == "registered":
+        reference_class(find_architecture(family))  # or skip
+        own = transformers.AutoConfig.for_model(**config)
+        model = hf.classes_of(family).causal_lm(own)
+        assert repr(model).startswith(model.base_class.__name__.removeprefix("Liger").removesuffix("Model"))
+    else:
+        model = liger_models.from_config(config)
+    trainer = make_trainer(model.eval(), label_smoothing_factor=weight)
+    batch = {key: torch.stack([row[key] for row in make_rows(VOCABULARY)]) for key in ("input_ids", "labels")}
+    batch["input_ids"].clamp_(10)  # smaller ones are of images
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+        labels = batch["labels"][:, 1:]
+        targets = logits[labels >= 0], labels[labels >= 0]
+        expected = F.cross_entropy(*targets, label_smoothing=weight)
+        found = trainer.compute_loss(model, batch)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 # Per-layer inputs, keys shared between layers, experts of several kinds, latent attention, other module

@@ -263,12 +263,14 @@ def as_checkpoint(model: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def _groups_found(groups: Groups, given: Mapping[str, Any]) -> tuple[list[list[Group]], list[list[Group]]]:
     """Return (groups found under native names, groups found under checkpoint names), each in the layouts that
-    fit. An ambiguous group follows the others, or is native if there are no others.
+    fit. An ambiguous group follows the others, or is native if there are no others. Tensors that checkpoints
+    may lack are zeros in a whole checkpoint alone: an adapter, or another part of a model, leaves them.
     """
     shapes = {name: tuple(x.shape) for name, x in given.items() if isinstance(x, Tensor)}.items()
-    native, stored, either = [], [], []
-    for candidates in {id(found[0]): found for found in groups.of_native.values()}.values():
-        fitting = [group for group in candidates if group.shapes.items() <= shapes]
+    native, stored, either, lacking = [], [], [], []
+    every = list({id(found[0]): found for found in groups.of_native.values()}.values())
+    for candidates in every:
+        fitting = [group for group in candidates if group.shapes and group.shapes.items() <= shapes]
         natives = {name: expr.shape for name, expr in candidates[0].natives.items()}
         if natives.items() <= shapes:
             if fitting:
@@ -279,12 +281,16 @@ def _groups_found(groups: Groups, given: Mapping[str, Any]) -> tuple[list[list[G
             stored.append(fitting)
         elif not any(name in given for name in natives):  # otherwise torch reports it
             _refuse_parts(candidates, given)
+            if zeros := [group for group in candidates if not group.shapes]:
+                lacking.append(zeros)
     if native and stored and either:
         ours, theirs, unclear = native[0][0].natives, stored[0][0].shapes, either[0][0].natives
         raise CheckpointError(
             f"the state dict holds {next(iter(ours))} as this model has it, and {next(iter(theirs))} as a "
             f"checkpoint has it, so {next(iter(unclear))} may be either; pass all of one kind"
         )
+    if stored and len(stored + either + lacking) == len(every):
+        stored += lacking
     return (native, stored + either) if stored else (native + either, stored)
 
 

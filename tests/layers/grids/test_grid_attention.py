@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 
-from liger_models.layers.grids import grid_attention
 from liger_models.layers.grids.grid_attention import GridAttention
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import GridAttentionSpec
@@ -76,23 +75,3 @@ def test_places_beyond_the_grid_are_summed_as_precisely_as_others():
     gradient(exact(x.double(), sequences))
     own, theirs = (m.qkv_proj.bias.grad.double().chunk(3)[2] for m in (module, exact))
     assert (own - theirs).norm() < 2**-6 * theirs.norm()
-
-
-@pytest.mark.parametrize("window", [None, 14])
-def test_fused_kernels_take_the_heads(window, monkeypatch):
-    """Rows of 16 bytes: torch would otherwise compute all scores in float32, and keep them."""
-    attended = []
-
-    def attend(q, k, v, *_, **__):
-        attended.append((q.shape[-1], k.shape[-1]))
-        return torch.empty_like(v)
-
-    monkeypatch.setattr(grid_attention, "unmasked_attention", attend)
-    spec = GridAttentionSpec(2, 64, 0.1, side=15, merge=1, window=window)
-    module = GridAttention(16, spec)
-    module(torch.zeros(15**2, 16), Sequences.of_lengths([15**2], torch.device("cpu")))
-    width = 64 + 2 * spec.width
-    assert width % 8
-    aligned = -(-width // 8) * 8
-    assert attended == [(aligned, aligned)]
-    assert module.bytes_at_a_place(2) == 2 * (16 + 6 * 128 + 2 * 2 * aligned) + 4 * 2
