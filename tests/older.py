@@ -78,7 +78,10 @@ BEFORE_5_24 = {
 }
 SINCE_5_24 = frozenset({"exaone", "lara_mini", "sarvam_mla", "sarvam_moe"})
 """Families that releases before 5.24 lack, and in which they represent no others (representatives.py)."""
-LATER_ADAPTERS = r"(transformers_loads_and_saves|own_add_adapter|multimodal\.py::test_adapters_of_images)"
+LATER_ADAPTERS = (
+    r"(transformers_loads_and_saves|own_add_adapter|multimodal\.py::test_adapters_of_images"
+    r"|granite_speech\.py::test_an_adapter_next_to)"
+)
 WITHOUT_IMAGES = "(gives_its_logits|gives_the_references_logits|trains_in_full|may_mix|all_linear_layers)"
 LATER = {
     r"test_peers_are_measured_in_each_setting": "has SDPA in GPT-J",
