@@ -73,7 +73,7 @@ def test_an_adapter_of_patch_embeddings_is_refused(family, both, hf, tmp_path):
     """They are linear layers in transformers, whose `all-linear` includes them."""
     theirs, ours = both
     peft.get_peft_model(theirs, peft.LoraConfig(r=3, target_modules="all-linear")).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"patch_embedding: .* takes no adapter here: merge"):
+    with pytest.raises(CheckpointError, match=r"patch_embedding: .* takes no adapter here; merge"):
         hf.load_adapter(ours, tmp_path)
 
 
