@@ -20,6 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.convert.errors import UnsupportedModelError
 from liger_models.hf.base_model import LigerModel
+from liger_models.hf.checkpoints.dense import family_of
 from liger_models.hf.checkpoints.unread import own_class
 from liger_models.hf.models import HEAD, LigerForCausalLM, LigerForSequenceClassification
 from liger_models.hf.pretrained import LigerPreTrainedModel
@@ -171,8 +172,33 @@ def classes_of(model_type: str) -> FamilyClasses:
             make(reference, LigerForCausalLM, **of_base, _tied_weights_keys=tied),
             make(f"{family}ForSequenceClassification", LigerForSequenceClassification, **of_base),
         )
+        if borrowers := _borrowers(model_type):
+            for field, model in made._asdict().items():
+                model.from_pretrained = _for_borrowers_too(model, field, borrowers)
     globals().update({model.__name__: model for model in made if model is not None})  # for pickle
     return made
+
+
+def _borrowers(model_type: str) -> frozenset[str]:
+    """The families whose class in transformers is that of this one."""
+    registered = map(find_architecture, list_architectures())
+    return frozenset(found.model_type for found in registered if found.reference_of == model_type)
+
+
+def _for_borrowers_too(model: Any, field: str, borrowers: frozenset[str]) -> Any:
+    """`from_pretrained` of a class whose name transformers writes into the configs of other families, too: it
+    loads such a checkpoint with the class of its own family, whose names of keys and tensors differ.
+    """
+    load = model.from_pretrained.__func__
+
+    @functools.wraps(load)
+    def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
+        found = family_of(args, options)
+        if cls is model and found in borrowers:
+            return getattr(classes_of(found), field).from_pretrained(*args, **options)
+        return load(cls, *args, **options)
+
+    return classmethod(from_pretrained)
 
 
 def _methods_of(theirs: Any) -> dict[str, Any]:

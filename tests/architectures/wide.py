@@ -207,7 +207,9 @@ def emptied() -> None:
 
 
 def fill(model: nn.Module) -> None:
-    """Matrices as in a fresh model, norms around one, biases and saved buffers around zero, bounds at 1.5."""
+    """Matrices as in a fresh model, norms and variances around one, biases and other buffers around zero,
+    bounds at 1.5.
+    """
     torch.manual_seed(0)
     parameters, saved = dict(model.named_parameters()), model.state_dict().keys()
     with torch.no_grad():
@@ -220,6 +222,8 @@ def fill(model: nn.Module) -> None:
             if name in saved and buffer.is_floating_point() and not name.endswith(FOLLOWING):
                 if buffer.isinf().any():  # a bound that clips nothing
                     buffer.copy_(1.5 * buffer.sign())
+                elif name.endswith("running_var"):
+                    buffer.uniform_(0.5, 1.5)
                 elif name.endswith("layer_scalar"):  # small ones of many layers leave nothing of the stream
                     buffer.normal_(1.0, 0.2)
                 else:
@@ -379,13 +383,13 @@ def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.
     with torch.device(DEVICE):
         model = made(settings)
     skip_groups_normalised_together(model, settings)
-    # Rotary frequencies are not saved and stay in float32, as in a loaded model.
+    # Rotary frequencies are not saved and stay in float32, as in a loaded model; masks of GPT do not.
     saved = model.state_dict().keys()
     for p in model.parameters():
         p.data = p.data.to(dtype)
     for name, buffer in list(model.named_buffers()):
-        if name in saved and buffer.is_floating_point():
-            module, _, own = name.rpartition(".")
+        module, _, own = name.rpartition(".")
+        if (name in saved or own == "bias") and buffer.is_floating_point():
             setattr(model.get_submodule(module), own, buffer.to(dtype))
     mask_as_family(architecture, model)
     return model

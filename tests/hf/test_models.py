@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import types
 
 import pytest
@@ -51,6 +52,19 @@ def test_a_class_that_several_families_share_keeps_the_name_of_its_own(hf):
     assert type(model) is hf.classes_of("internlm3").causal_lm
     assert type(model).__name__ == "LigerInternLM3ForCausalLM"
     assert transformers.LlamaForCausalLM is hf.classes_of("llama").causal_lm
+
+
+def test_a_class_that_several_families_share_loads_each_as_its_own(make_both, hf):
+    """Configs name LLaMA's class, whose keys and tensors may have other names than this family's."""
+    both = make_both("internlm3")
+    config = json.loads((both.folder / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    (both.folder / "config.json").write_text(json.dumps(config))
+    found = transformers.LlamaForCausalLM.from_pretrained(both.folder)
+    assert type(found) is type(both.ours)
+    given = transformers.LlamaForCausalLM.from_pretrained(both.folder, config=both.ours.config)
+    assert type(given) is type(both.ours)
+    base = hf.classes_of("llama").base.from_pretrained(both.folder)
+    assert type(base) is hf.classes_of("internlm3").base
 
 
 def test_a_name_in_transformers_gives_our_model_while_it_is_registered(make_both, hf):

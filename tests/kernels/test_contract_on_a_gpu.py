@@ -111,7 +111,7 @@ def test_more_than_2_to_the_31_elements(op):
     last = 512  # the operations are row by row: the last rows must give the same results alone
 
     def tail(x):
-        return x.detach()[..., -last:, :, :] if x.dim() == 4 else x.detach()[-last:]
+        return x.detach()[-last:] if len(x) == rows else x.detach()[:, -last:]
 
     def has_rows(x):
         return rows in x.shape[:2]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from liger_models.convert.json_file import read_json
 from liger_models.convert.quantised.reader import ModelReader
@@ -23,6 +24,16 @@ from liger_models.convert.quantised.recognition import METHODS, MODELOPT_FILE, s
 
 _LOCATION = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 _LEFT_TO_TRANSFORMERS = ("bitsandbytes", "torchao", "bitnet")
+
+
+def family_of(args: Sequence[Any], options: Mapping[str, Any]) -> str | None:
+    """The model type of the checkpoint that these arguments of `from_pretrained` name, or of their config."""
+    config: Any = options.get("config")
+    name = args[0] if args else options.get("pretrained_model_name_or_path")
+    if isinstance(config, str | Path) or (config is None and name is not None):
+        location = {key: options[key] for key in _LOCATION if key in options}
+        return PreTrainedConfig.get_config_dict(config or name, **location)[0].get("model_type")
+    return None if config is None else config.model_type
 
 
 def with_dense_config(config_class: Any, args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
