@@ -31,6 +31,7 @@ from liger_models.layers.recompute.activation_memory import LEVELS, RERUN
 from liger_models.layers.specs import (
     CompressedAttentionSpec,
     ContextAttentionSpec,
+    ConvolvedAttentionSpec,
     CrossAttentionSpec,
     DistanceAttentionSpec,
     GridAttentionSpec,
@@ -305,6 +306,7 @@ def test_what_a_layer_saves_on_the_host_is_away_until_soon_before_its_backward_p
 
 # What is tested elsewhere.
 OTHERS = {
+    ConvolvedAttentionSpec: "torch's products by blocks of queries: tests/layers/blocks/test_blocks.py",
     SSDSpec: "its plain form: tests/kernels/recurrent/test_ssd.py",
     LightningSpec: "the scan of SSDSpec; its bytes: tests/layers/blocks/test_blocks.py",
     CrossAttentionSpec: "tests/vision/test_memory_plan.py",

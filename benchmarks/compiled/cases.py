@@ -280,8 +280,13 @@ def shared_experts(tokens, hidden_size, intermediate_size, num_experts, top_k):
     def nothing(*_):
         return None
 
-    waiting = {"arrive": nothing, "leave": nothing, "leave_weights": nothing}
-    exchange = SimpleNamespace(own=tokens // 2, ranks=2, overlaps=False, divisor=2, **waiting)
+    own = tokens // 2
+    waiting = dict.fromkeys(("fill", "arrive", "leave", "leave_weights"), nothing)
+    rows = {
+        "own_rows": lambda: operand(own, hidden_size).detach(),
+        "parts": lambda: operand(1, own, hidden_size).detach(),
+    }
+    exchange = SimpleNamespace(own=own, ranks=2, overlaps=False, divisor=2, **waiting, **rows)
     experts(tokens, hidden_size, intermediate_size, num_experts, top_k, exchange=exchange)
 
 

@@ -77,7 +77,11 @@ KEYS_OF_HEADS = {
     "logits_scaling",
 }
 # With TRL's fused head, transformers' own classes of these compute other logits, and ours refuse it.
-OTHER_LOGITS = {"modernbert-decoder": "layers of the head", "recurrent_gemma": "cap of the logits"}
+OTHER_LOGITS = {
+    "inkling_text": "never predicted",
+    "modernbert-decoder": "layers of the head",
+    "recurrent_gemma": "cap of the logits",
+}
 
 TEXTS = [{"text": "some words " * (1 + i % 3)} for i in range(16)]
 ANSWERS = [{"prompt": "hello" + "x" * i, "completion": "answer" + "y" * (3 * i)} for i in range(8)]

@@ -129,6 +129,8 @@ def run_everything() -> None:
     backward(kernels.moe_experts(operand(64, 64), router.values, elsewhere, *experts, *biases, **counted))
     own = {"own": 29, "ranks": 2, "overlaps": False, "divisor": 2, "num_rows": lambda: counted["num_rows"]}
     leaving = {"leave": lambda rows: None, "leave_weights": lambda dweights: None}
+    leaving |= {"own_rows": lambda: operand(29, 64).detach(), "fill": lambda: None}
+    leaving["parts"] = lambda: operand(1, 29, 64).detach()
     exchange = SimpleNamespace(**own, arrive=lambda: None, **leaving)
     many = router.values.repeat(3, 1), elsewhere.repeat(3, 1)  # in two windows
     backward(kernels.moe_experts(operand(192, 64), *many, *experts, exchange=exchange))

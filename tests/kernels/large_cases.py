@@ -46,8 +46,14 @@ def divided_experts(tokens: int) -> None:
     chosen = torch.empty(tokens, 8, dtype=torch.int32)
     given = {"own": 4 * tokens, "ranks": 2, "overlaps": False, "divisor": 2, "num_rows": lambda: 4 * tokens}
     waits = {"arrive": lambda: None, "leave": lambda rows: None, "leave_weights": lambda dweights: None}
+    rows = {"own_rows": lambda: operand(tokens, 7168).detach(), "fill": lambda: None}
+    rows["parts"] = lambda: operand(1, tokens, 7168).detach()
     stacks = operand(64, 2 * 2048, 7168), operand(64, 7168, 2048)
-    x, weights, exchange = operand(tokens, 7168), torch.empty(tokens, 8), SimpleNamespace(**given, **waits)
+    x, weights, exchange = (
+        operand(tokens, 7168),
+        torch.empty(tokens, 8),
+        SimpleNamespace(**given, **waits, **rows),
+    )
     backward(kernels.moe_experts(x, weights, chosen, *stacks, exchange=exchange))
 
 
