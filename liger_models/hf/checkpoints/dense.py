@@ -29,7 +29,7 @@ _LEFT_TO_TRANSFORMERS = ("bitsandbytes", "torchao", "bitnet")
 def family_of(args: Sequence[Any], options: Mapping[str, Any]) -> str | None:
     """The model type of the checkpoint that these arguments of `from_pretrained` name, or of their config."""
     config: Any = options.get("config")
-    name = args[0] if args else options.get("pretrained_model_name_or_path")
+    name: Any = args[0] if args else options.get("pretrained_model_name_or_path")
     if isinstance(config, str | Path) or (config is None and name is not None):
         location = {key: options[key] for key in _LOCATION if key in options}
         return PreTrainedConfig.get_config_dict(config or name, **location)[0].get("model_type")
