@@ -186,9 +186,8 @@ def _versions(model: Planned) -> int:
 def parse_budget(budget: float | str | None, sharded: bool = False) -> tuple[float, int | None]:
     """A share of the GPU, and bytes if they were given: (0.95, None), (0.8, None), (1.0, 128849018880).
 
-    The default of a sharded model is 0.9. Collectives run on streams of their own, for which PyTorch's
-    allocator keeps memory apart: 6% of the GPU for Llama-3-8B over two. Where that does not fit, each step
-    waits while memory is returned.
+    The default of a sharded model is 0.9. PyTorch's allocator keeps memory apart for the streams on which
+    collectives run: for Llama-3-8B over two GPUs it reserves 6% of a GPU more than the peak of the step.
 
     Raises:
         ValueError: it is neither.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from liger_models.cli.shared import arguments
 from liger_models.cli.shared.config_file import add_config
-from liger_models.cli.shared.gpus import GPUS, limits_of
+from liger_models.cli.shared.gpus import GPUS, limits_of, sharding_of
 from liger_models.cli.shared.train_options import add_train_options
 
 if TYPE_CHECKING:
@@ -111,8 +111,9 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     from liger_models.layers.memory import NOTHING, heard_of_length, largest, shown_of_size
     from liger_models.layers.recompute.activation_memory import LEVELS
 
+    limits_of(args)  # or raise, before the model is built
+    model = _model(args)  # and --lora, where an adapter is planned
     gpu, memory, budget, host_budget = limits_of(args)
-    model = _model(args)
     vision, audio = model.spec.vision, model.spec.audio
     counted = _step_memory(args, model)
     height, width = args.image_size
@@ -301,8 +302,7 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
     rank = 0 if lora is None else lora.r
     # Adapters and their moments are in float32.
     dtype, moments = (torch.float32, "auto") if rank else (model.dtype, args.moments)
-    # As in `train`: with adapters each process has the whole model.
-    shard = args.shard or ("none" if rank else "full")
+    shard = sharding_of(args)
     _check_optimizer(args)
     of_optimizer = args.optimizer, dtype, args.weights or "master", moments, rank
     per_element, work = optimizer_memory(model, *of_optimizer)

@@ -193,8 +193,7 @@ def _for_borrowers_too(model: Any, field: str, borrowers: frozenset[str]) -> Any
 
     @functools.wraps(load)
     def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
-        found = family_of(args, options)
-        if cls is model and found in borrowers:
+        if cls is model and (found := family_of(args, options)) in borrowers:
             return getattr(classes_of(found), field).from_pretrained(*args, **options)
         return load(cls, *args, **options)
 

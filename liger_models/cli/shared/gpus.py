@@ -84,14 +84,18 @@ def limits_of(args: argparse.Namespace) -> tuple[str, int, int, int | None]:
     gpu, memory = find_gpu(args.gpu)
     if args.memory_budget is not None and args.activation_memory != "auto":
         raise ConfigError("--memory-budget requires --activation-memory auto")
-    # As in `_step_memory` of cli/plan.py: with adapters each process has the whole model.
-    sharded = args.gpus > 1 and (args.shard or ("none" if args.lora else "full")) != "none"
+    sharded = args.gpus > 1 and sharding_of(args) != "none"
     try:
         share, given = parse_budget(args.memory_budget, sharded)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     budget = min(memory, given) if given is not None else int(share * memory)
     return gpu, memory, budget, None if args.host_memory is None else _host_size(args.host_memory)
+
+
+def sharding_of(args: argparse.Namespace) -> str:
+    """--shard, or its default as in `train`: with adapters each process has the whole model."""
+    return args.shard or ("full" if args.lora is None else "none")
 
 
 def _host_size(text: str) -> int:

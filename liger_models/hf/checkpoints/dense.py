@@ -28,11 +28,9 @@ _LEFT_TO_TRANSFORMERS = ("bitsandbytes", "torchao", "bitnet")
 
 def family_of(args: Sequence[Any], options: Mapping[str, Any]) -> str | None:
     """The model type of the checkpoint that these arguments of `from_pretrained` name, or of their config."""
-    config: Any = options.get("config")
-    name: Any = args[0] if args else options.get("pretrained_model_name_or_path")
-    if isinstance(config, str | Path) or (config is None and name is not None):
-        location = {key: options[key] for key in _LOCATION if key in options}
-        return PreTrainedConfig.get_config_dict(config or name, **location)[0].get("model_type")
+    place, config = _config_of(args, options)
+    if place is not None:
+        return PreTrainedConfig.get_config_dict(place, **_location(options))[0].get("model_type")
     return None if config is None else config.model_type
 
 
@@ -40,11 +38,9 @@ def with_dense_config(config_class: Any, args: Sequence[Any], options: dict[str,
     """The arguments of `from_pretrained`, with a config of dense weights if the checkpoint is quantised in a
     format that is decoded here. A request to dequantise, such as `Mxfp4Config(dequantize=True)`, is then met.
     """
-    config: Any = options.get("config")
-    name = args[0] if args else options.get("pretrained_model_name_or_path")
-    if isinstance(config, str | Path) or (config is None and name is not None):
-        location = {key: options[key] for key in _LOCATION if key in options}
-        config = config_class.from_pretrained(config or name, **location)
+    place, config = _config_of(args, options)
+    if place is not None:
+        config = config_class.from_pretrained(place, **_location(options))
     settings = None if config is None else settings_of(config.to_dict())
     if settings is None or not _is_decoded_here(settings):
         return options
@@ -59,6 +55,19 @@ def with_dense_config(config_class: Any, args: Sequence[Any], options: dict[str,
     if getattr(options.get("quantization_config"), "dequantize", False):
         del options["quantization_config"]
     return options
+
+
+def _config_of(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The name or folder from which `from_pretrained` reads the config, or None, and else the config."""
+    config: Any = options.get("config")
+    name = args[0] if args else options.get("pretrained_model_name_or_path")
+    if isinstance(config, str | Path) or (config is None and name is not None):
+        return config or name, None
+    return None, config
+
+
+def _location(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: options[key] for key in _LOCATION if key in options}
 
 
 @contextmanager
