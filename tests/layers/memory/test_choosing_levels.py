@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from dataclasses import replace
@@ -13,7 +14,7 @@ from planned_models import GIB, LLAMA_1B, LLAMA_8B, TINY, shared_on_meta
 
 import liger_models
 from liger_models.cli import main
-from liger_models.cli.shared.gpus import find_gpu
+from liger_models.cli.shared.gpus import find_gpu, limits_of
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.memory import (
     FittingLevels,
@@ -319,3 +320,18 @@ def test_without_a_name_it_plans_for_the_gpu_of_this_machine(monkeypatch):
 )
 def test_a_gpu_is_found_by_its_common_names(name, gib):
     assert find_gpu(name)[1] == int(gib * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({}, 0.95),
+        ({"gpus": 2}, 0.9),
+        ({"gpus": 2, "shard": "none"}, 0.95),
+        ({"gpus": 2, "lora": "r=8"}, 0.95),
+    ],
+)
+def test_a_plan_of_a_sharded_model_leaves_room_for_collectives(settings, share):
+    asked = {"gpu": "80GiB", "gpus": 1, "shard": None, "lora": None, "activation_memory": "auto"}
+    asked |= {"memory_budget": None, "host_memory": None, **settings}
+    assert limits_of(argparse.Namespace(**asked))[2] == int(share * 80 * GIB)
